@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any, Final
@@ -98,7 +98,7 @@ class SharedMeasures:
     def waited(self, proposers: str, num_tokens: int) -> None:
         """Shorten the pause of proposers by the tokens of a session that did without them."""
         if (record := self.records.get(proposers)) is not None:
-            self.records[proposers] = replace(record, wait=max(0, record.wait - num_tokens))
+            self.records[proposers] = record.waited(num_tokens)
 
     def forget_ring(self) -> None:
         """Drop all times, for a new ring. Acceptance rates do not depend on it."""
@@ -246,6 +246,7 @@ class Controller:
             self._rates.clear()
         self._timing.add(outcome, is_alone=is_alone)
         luck = self._luck(outcome)
+        self._note_drafting(outcome)
         self._calibration.judged(outcome.proposal, outcome.judgement.num_accepted)
         self._update_payoff(outcome, luck, is_alone=is_alone)
         self._last_arrived_ms = outcome.arrived_ms
@@ -445,6 +446,14 @@ class Controller:
                 is_silent=is_plain and is_alone,
                 luck=luck,
             )
+
+    def _note_drafting(self, outcome: WindowOutcome) -> None:
+        """Learn what the drafter brings, where no other proposer was quicker."""
+        proposal = outcome.proposal
+        if self._is_drafting and not self._is_plain_turn and not proposal.tokens:
+            self._payoff.add_drafting(len(outcome.judgement.committed), 0)
+        elif proposal.tokens and proposal.proposer in DRAFTERS:
+            self._payoff.add_drafting(len(outcome.judgement.committed), outcome.judgement.num_accepted)
 
     def _note_plain(self, outcome: WindowOutcome) -> None:
         """Learn what a plain window takes where nothing is proposed."""

@@ -4,11 +4,12 @@ While a session speculates, its committed tokens are compared with those that pl
 committed in the same time. The balance starts at zero. Once it is overdrawn the session continues with plain
 windows, and after a pause it may try again; each failed try doubles the pause. So speculation that does not
 pay costs a few tokens per answer, whatever the model predicts, and text that becomes predictable is noticed.
+A drafter that brings hardly any token is left out of whole answers: it takes time even where it is silent.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -28,10 +29,51 @@ _NUM_TELLING_PLAIN: Final = 32.0
 _NUM_TELLING_STOPS: Final = 3
 # Plain tokens of former sessions that count together.
 _NUM_REMEMBERED: Final = 64.0
+# Least share of tokens that a drafter is to have drafted: even where it proposes nothing, what it reads and
+# computes takes the time of one or two plain tokens in a hundred.
+_LEAST_DRAFTED: Final = 0.02
+# Tokens behind which fewer are no chance, and those of former sessions that count together.
+_NUM_TELLING_DRAFTING: Final = 96.0
+_NUM_DRAFTING_REMEMBERED: Final = 128.0
+# Those that count after a wait: a short answer more tells.
+_NUM_KEPT_BEHIND_WAIT: Final = 64.0
+# Tokens of answers without such a drafter: the first time, and at most.
+_FIRST_LEFT_OUT: Final = 256
+_MAX_LEFT_OUT: Final = 2048
 # Longest wait caused by the session before, in tokens: its text is another.
 _MAX_CARRIED: Final = 96
 # A plain window time that differs by this factor belongs to another ring.
 _OTHER_RING: Final = 1.4
+
+
+@dataclass(frozen=True)
+class DraftingRecord:
+    """What drafters brought to former sessions, in tokens: other than times, these are certain."""
+
+    num_tokens: float = 0.0
+    """Tokens committed while a drafter drafted, of the latest sessions."""
+    num_drafted: float = 0.0
+    """Those of them that it had drafted."""
+    wait: int = 0
+    """Tokens left for which sessions do without drafters."""
+    pause: int = _FIRST_LEFT_OUT
+    """Length of the next such wait."""
+
+    def after(self, num_tokens: int, num_drafted: int) -> DraftingRecord:
+        """The record after one more session.
+
+        Args:
+            num_tokens: Tokens committed in it while a drafter drafted, perhaps none.
+            num_drafted: Those of them that it had drafted.
+        """
+        tokens, drafted = self.num_tokens + num_tokens, self.num_drafted + num_drafted
+        if drafted >= _LEAST_DRAFTED * tokens:
+            kept = min(1.0, _NUM_DRAFTING_REMEMBERED / max(tokens, 1.0))
+            return DraftingRecord(kept * tokens, kept * drafted)
+        if tokens < _NUM_TELLING_DRAFTING:
+            return replace(self, num_tokens=tokens, num_drafted=drafted)
+        kept = _NUM_KEPT_BEHIND_WAIT / tokens
+        return DraftingRecord(kept * tokens, kept * drafted, self.pause, min(2 * self.pause, _MAX_LEFT_OUT))
 
 
 @dataclass(frozen=True)
@@ -50,6 +92,8 @@ class PayoffRecord:
     """Tokens left of the current pause."""
     num_stops: int = 0
     """How often speculation stopped since it last won."""
+    drafting: DraftingRecord = DraftingRecord()
+    """What drafters brought."""
 
     @property
     def won_share(self) -> float | None:
@@ -63,7 +107,12 @@ class PayoffRecord:
     def rests_long(self) -> bool:
         """Whether sessions are to do without what takes time even while nothing is proposed."""
         stops_often = self.num_stops >= _NUM_TELLING_STOPS and (self.won_share or 0.0) < 0.0
-        return stops_often and self.wait > SHORT_WAIT
+        return (stops_often and self.wait > SHORT_WAIT) or self.drafting.wait > SHORT_WAIT
+
+    def waited(self, num_tokens: int) -> PayoffRecord:
+        """The record after a session of so many tokens that did without drafters."""
+        drafting = replace(self.drafting, wait=max(0, self.drafting.wait - num_tokens))
+        return replace(self, wait=max(0, self.wait - num_tokens), drafting=drafting)
 
     def holds_at(self, plain_ms: float) -> bool:
         """Whether the ring is about the same, by the time of a plain window."""
@@ -114,6 +163,7 @@ class SessionPayoff:
         self._before = record
         self._pause = self._options.first_pause
         self._num_stops = 0 if record is None else record.num_stops
+        self._drafting_before = DraftingRecord() if record is None else record.drafting
         self._plain_ms = 0.0 if record is None else record.plain_ms
         self.balance = 0.0
         self.wait = 0
@@ -128,6 +178,8 @@ class SessionPayoff:
         self.num_tokens = 0
         self.num_plain_tokens = 0.0
         self.elapsed_ms = 0.0
+        self._num_drafting = 0
+        self._num_drafted = 0
 
     @property
     def record(self) -> PayoffRecord | None:
@@ -151,6 +203,7 @@ class SessionPayoff:
             self._pause,
             self.wait,
             self._num_stops,
+            self._drafting_before.after(self._num_drafting, self._num_drafted),
         )
 
     @property
@@ -161,6 +214,11 @@ class SessionPayoff:
     def add_plain(self, num_tokens: int) -> None:
         """Record tokens committed while it was not allowed."""
         self.wait = max(0, self.wait - num_tokens)
+
+    def add_drafting(self, num_tokens: int, num_drafted: int) -> None:
+        """Record tokens of a window that a drafter might have proposed, and those that it had."""
+        self._num_drafting += num_tokens
+        self._num_drafted += num_drafted
 
     def add(
         self,

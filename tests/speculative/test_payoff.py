@@ -1,8 +1,10 @@
 """The account: speculation that does not pay costs a few tokens, speculation that pays is left alone."""
 
+from dataclasses import replace
+
 import pytest
 
-from speculative.payoff import PayoffOptions, PayoffRecord, SessionPayoff
+from speculative.payoff import DraftingRecord, PayoffOptions, PayoffRecord, SessionPayoff
 
 PLAIN_MS = 10.0
 
@@ -210,3 +212,53 @@ def test_a_window_without_proposals_counts_as_far_as_it_is_slower() -> None:
     for _ in range(10):
         payoff.add(1, 44.0, 40.0, is_silent=True)
     assert not payoff.is_open
+
+
+def after_answers(record: DraftingRecord, *drafted: int) -> DraftingRecord:
+    """The record after answers of 40 tokens, so many of them drafted."""
+    for num_drafted in drafted:
+        record = record.after(40, num_drafted)
+    return record
+
+
+def test_a_drafter_that_brings_hardly_any_token_is_left_out_for_ever_longer() -> None:
+    record = after_answers(DraftingRecord(), 0, 1)
+    assert record.wait == 0
+    waits = []
+    record = after_answers(record, 0)
+    for _ in range(5):
+        waits.append(record.wait)
+        # It is tried again with one answer.
+        record = after_answers(replace(record, wait=0), 0)
+    assert waits == [256, 512, 1024, 2048, 2048]
+
+
+@pytest.mark.parametrize("drafted", [(2, 2, 2), (0, 0, 8), (12, 0, 0, 0)])
+def test_a_drafter_that_brings_some_is_not(drafted: tuple[int, ...]) -> None:
+    record = after_answers(DraftingRecord(), *drafted, *(1,) * 20)
+    assert record.wait == 0
+    assert record.num_tokens <= 128
+
+
+def test_one_that_is_right_again_is_as_good_as_new() -> None:
+    record = after_answers(DraftingRecord(), 0, 0, 0)
+    record = after_answers(replace(record, wait=0), 0)
+    assert record.wait == 512
+    record = after_answers(replace(record, wait=0), 20)
+    assert record.wait == 0
+    assert after_answers(record, *(0,) * 9).wait == 256
+
+
+def test_what_is_not_drafted_for_changes_nothing() -> None:
+    record = after_answers(DraftingRecord(), 0, 0)
+    assert record.after(0, 0) == record
+    payoff = SessionPayoff(record=PayoffRecord(0.0, 0.0, PLAIN_MS, 48, 0, 0, record))
+    payoff.add(40, 400.0, PLAIN_MS)
+    assert payoff.record is not None
+    assert payoff.record.drafting == record
+    assert not payoff.record.rests_long
+    payoff.add_drafting(40, 0)
+    assert payoff.record.rests_long
+    # Answers without drafters shorten the wait.
+    assert payoff.record.waited(200).rests_long
+    assert not payoff.record.waited(240).rests_long

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mesh.coordinator.generation import Generation
 from mesh.coordinator.options import CoordinatorOptions
@@ -132,12 +134,20 @@ class Drafter(Listener):
         super().__init__()
         self.is_closed = False
 
+    def take_features(self, start: int, rows: NDArray[np.float32]) -> None:
+        pass
+
     def close(self) -> None:
         self.is_closed = True
 
 
 @pytest.mark.parametrize("others", [[], ["ngram"]])
-def test_a_drafter_is_left_out_of_answers_once_it_slowed_three(others: list[str]) -> None:
+# Of a drafter that is never sure nothing is sent, and what it computes slows each window by less than can be
+# told from other windows.
+@pytest.mark.parametrize(("outcome", "most_tries"), [(lost, 12), (plain, 7)])
+def test_a_drafter_is_left_out_of_answers_once_it_slowed_three(
+    others: list[str], outcome: Callable[[float], WindowOutcome], most_tries: int
+) -> None:
     drafters: list[Drafter] = []
 
     def proposers(_request: GenerationRequest) -> list[Proposer]:
@@ -157,7 +167,7 @@ def test_a_drafter_is_left_out_of_answers_once_it_slowed_three(others: list[str]
         for number in range(36):
             asked.clear()
             session.next_proposal(generation)
-            session.learn([lost(200.0 * number) if any(asked) else plain(200.0 * number)])
+            session.learn([outcome(200.0 * number) if any(asked) else plain(200.0 * number)])
             session.committed((5,))
         if left_out[-1] and not others:
             assert "dspark lost time" in session.summary()["reason"]
@@ -166,8 +176,8 @@ def test_a_drafter_is_left_out_of_answers_once_it_slowed_three(others: list[str]
     assert left_out[:4] == [False, False, False, True]
     # It is tried again, ever more rarely.
     tries = [index for index, is_left_out in enumerate(left_out) if not is_left_out]
-    assert 4 <= len(tries) <= 12
-    assert tries[-1] > 20
+    assert 4 <= len(tries) <= most_tries
+    assert tries[-1] > 10
 
 
 @pytest.mark.parametrize(("width", "is_left_out"), [(3, False), (None, True)])

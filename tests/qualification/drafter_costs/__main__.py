@@ -241,15 +241,17 @@ def measure(settings: Settings, logs: Path) -> Figures:
     with Lab(1 + _NUM_STAGES, shared=shared) as lab, LoadClient(lab) as client:
         with _running(lab, settings, logs) as mesh:
             run = Measurement(lab, mesh, client, settings, tokenizer)
-            decode = tuple(run.decode_rounds())
-            first_token = tuple(run.first_token_rounds())
+            decode, listened = tuple(run.decode_rounds()), run.listened
+        # A drafter that wins nothing here would rest, and its features would not be wanted.
         with _running(lab, settings, logs, *_ALWAYS) as mesh:
-            drafted = Measurement(lab, mesh, client, settings, tokenizer).drafted()
+            run = Measurement(lab, mesh, client, settings, tokenizer)
+            first_token = tuple(run.first_token_rounds())
+            drafted = run.drafted()
     return Figures(
         decode=decode,
         first_token=first_token,
         times=times,
-        listened=run.listened,
+        listened=listened,
         drafted=drafted,
         row_values=len(drafter.layers) * drafter.n_embd,
         row_bytes=len(drafter.layers) * feature_type.row_bytes(drafter.n_embd),
