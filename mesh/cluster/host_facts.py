@@ -16,7 +16,7 @@ import psutil
 
 from mesh.placement.gpu_layers import check_gpu_layers
 from mesh.placement.host_capacity import Gpu, HostCapacity
-from mesh.util.child_environment import inherited_environment, module_command
+from mesh.util.dependent_child import run_dependent
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.host.processor_fit import lacking, processor_flags
@@ -127,14 +127,7 @@ def find_gpus() -> tuple[Gpu, ...]:
 def try_llama_cpp() -> LlamaCppTrial:
     """Try llama.cpp's build in another process: an instruction that this processor lacks ends it."""
     try:
-        done = subprocess.run(
-            module_command("stages.host.processor_fit"),
-            env=inherited_environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT_S,
-        )
+        done = run_dependent("stages.host.processor_fit", timeout_s=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return LlamaCppTrial(
             LlamaCppFault(f"it cannot be tried: {error}", "try again when this host has less to do")
@@ -169,14 +162,9 @@ def check_llama_cpp() -> None:
 
 def _probe(module: str, *arguments: str) -> str:
     """Output of a module that runs as a program."""
-    return subprocess.run(
-        module_command(module, *arguments),
-        env=inherited_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=_TIMEOUT_S,
-    ).stdout
+    done = run_dependent(module, *arguments, timeout_s=_TIMEOUT_S)
+    done.check_returncode()
+    return done.stdout
 
 
 def _reason(error: Exception) -> str:

@@ -1,46 +1,15 @@
-"""Child process that runs `ray start` and ends with its parent.
-
-Setting this up between fork and exec would run Python code in a forked process with threads, which may hang.
-"""
+"""Child process that runs `ray start` and ends with its parent."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
-import threading
-import time
 from pathlib import Path
-from typing import Final
 
 from mesh.cluster.ray_environment import LINGER_S, OWNER_PATH, PARENT_PID
 from mesh.cluster.ray_reaper import Ownership, keep
 from mesh.util.child_environment import module_command
-
-_PR_SET_PDEATHSIG: Final = 1
-_POLL_S: Final = 0.5
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """End this process by SIGTERM when its parent ends: at once on Linux, within a second elsewhere.
-
-    Args:
-        parent_pid: Process id of the parent; if it has ended already, this process exits.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    else:
-        threading.Thread(target=_watch, args=(parent_pid,), name="parent", daemon=True).start()
-    if os.getppid() != parent_pid:
-        sys.exit(1)
-
-
-def _watch(parent_pid: int) -> None:
-    """Without a kernel that tells: an orphan gets another parent."""
-    while os.getppid() == parent_pid:
-        time.sleep(_POLL_S)
-    os.kill(os.getpid(), signal.SIGTERM)
+from mesh.util.dependent_child import die_with_parent
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ print(len(imported))
 # A process that ends with its parent, which starts it and waits.
 ORPHAN = """
 import os, time
-from mesh.cluster.ray_child import die_with_parent
+from mesh.util.dependent_child import die_with_parent
 die_with_parent(os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(600)
