@@ -26,7 +26,7 @@ from stages.transport.hidden_codec import TO_WIRE, decode
 from stages.transport.links import explain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -49,6 +49,9 @@ log = structlog.get_logger()
 _MOST_COMPUTED_AGAIN: Final = 64
 # The last features of an answer come behind its last verdict.
 _LATE_S: Final = 0.25
+# Rows that are sent together: for a drafter that rests, and may read again soon; for a recording.
+_DRAFTER_ROWS: Final = 8
+_RECORDED_ROWS: Final = 32
 
 
 class RowReader(Protocol):
@@ -85,6 +88,17 @@ class ReceivedFeatures:
     """Layer and rows, float32 (rows, n_embd), for each layer of the stage."""
     num_bytes: int
     """Size of the message."""
+    window_rows: tuple[int, ...] = ()
+    """Rows of each window, if they are of several with consecutive ids, of which `window_id` is the first."""
+
+    def windows(self) -> Iterator[tuple[int, int, list[tuple[int, NDArray[np.float32]]]]]:
+        """Id of each window, position of its first row here, and its rows as in `rows`."""
+        if not self.window_rows:
+            yield self.window_id, self.start, list(self.rows)
+        stop = 0
+        for window_id, num_rows in enumerate(self.window_rows, self.window_id):
+            first, stop = stop, stop + num_rows
+            yield window_id, self.start + first, [(layer, rows[first:stop]) for layer, rows in self.rows]
 
 
 class FeatureStreams(RingPlug):
@@ -319,12 +333,12 @@ class SessionFeatures(SessionPlug):
         self._generation = generation
         self._speculator = speculator
         self._answer = answer
-        # Each with the number of a prompt's last positions that it reads.
-        self._readers: list[tuple[RowReader, int]] = []
+        # Each with the number of a prompt's last positions that it reads, and of rows that may wait for more.
+        self._readers: list[tuple[RowReader, int, int]] = []
         if speculator is not None:
-            self._readers.append((speculator, plug.needs.context))
+            self._readers.append((speculator, plug.needs.context, _DRAFTER_ROWS))
         if answer is not None:
-            self._readers.append((answer, answer.context))
+            self._readers.append((answer, answer.context, _RECORDED_ROWS))
         self._store = FeatureStore(plug.needs.layers, plug.needs.n_embd)
         self._num_bytes = 0
         self._id: int | None = None
@@ -360,12 +374,15 @@ class SessionFeatures(SessionPlug):
         """Ask for the features of a window's rows, if they are of use."""
         if self._why_off is not None or plan.start < self._begin:
             return
-        readers = [reader for reader, context in self._readers if self._is_near(plan, context)]
-        readers = [reader for reader in readers if reader.wants_features]
-        if readers:
+        together = [
+            num_rows if reader.features_may_wait else 0
+            for reader, context, num_rows in self._readers
+            if self._is_near(plan, context) and reader.wants_features
+        ]
+        if together:
             self._store.sent(window_id, plan.start, len(plan.tokens))
             message.wants_features = True
-            message.features_may_wait = all(reader.features_may_wait for reader in readers)
+            message.features_together = min(together)
 
     def judged(self, in_flight: InFlightWindow, verdict: wire.Verdict) -> None:
         """Release the features of the window's rows that count, those of the verdict among them."""
@@ -396,7 +413,8 @@ class SessionFeatures(SessionPlug):
         """
         self._num_bytes += features.num_bytes
         num_before = self._store.num_received
-        self._pass_on(self._store.add(features.window_id, features.start, features.rows))
+        for window_id, start, rows in features.windows():
+            self._pass_on(self._store.add(window_id, start, rows))
         if self._is_over:
             self._plug.num_late += self._store.num_received - num_before
             if self._is_complete:
@@ -404,7 +422,7 @@ class SessionFeatures(SessionPlug):
 
     def _pass_on(self, runs: Sequence[FeatureRows]) -> None:
         # A drafter that rests has no use for what is recorded meanwhile.
-        readers = [reader for reader, _ in self._readers if runs and reader.wants_features]
+        readers = [reader for reader, *_ in self._readers if runs and reader.wants_features]
         for run in runs:
             for reader in readers:
                 reader.take_features(run.start, run.rows)
@@ -451,6 +469,9 @@ def decoded(features: wire.Features, layers: Sequence[int], needs: FeatureNeeds)
             f"features of {len(features.rows)} layers in format {features.type} for {len(layers)} layers "
             f"in {needs.hidden_type}"
         )
+    window_rows = tuple(features.window_rows)
+    if window_rows and (0 in window_rows or sum(window_rows) != features.num_rows):
+        raise ProtocolError(f"features of {features.num_rows} rows for windows of {list(window_rows)}")
     expected_bytes = features.num_rows * needs.hidden_type.row_bytes(needs.n_embd)
     rows = []
     for layer, data in zip(layers, features.rows, strict=True):
@@ -467,7 +488,7 @@ def decoded(features: wire.Features, layers: Sequence[int], needs: FeatureNeeds)
             raise ProtocolError(f"features of layer {layer} have values beyond {_LARGEST_VALUE:g}")
         rows.append((layer, values))
     return ReceivedFeatures(
-        features.session, features.window_id, features.start, tuple(rows), features.ByteSize()
+        features.session, features.window_id, features.start, tuple(rows), features.ByteSize(), window_rows
     )
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# Windows whose features may still be on their way; features of older ones are dropped.
+# Windows whose features may still be on their way, or wait for more; of older ones they are dropped.
 _MOST_WINDOWS: Final = 64
 # What is known of the features of a position: nothing, that they are wanted, that they were released.
 _UNKNOWN, _WANTED, _RELEASED = range(3)

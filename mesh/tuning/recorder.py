@@ -35,14 +35,14 @@ CONTEXT: Final = 64
 MOST_ANSWER_BYTES: Final = 64 << 20
 """Features of one answer: what follows is not recorded."""
 _MOST_HELD_BYTES: Final = 256 << 20
-# Features of one token that travel with its window: less than 1 ms at 100 Mbit/s, while a message of their
-# own takes time of all hosts.
-_MOST_CARRIED_BYTES: Final = 8 << 10
+# Rows that are joined and rounded at once: for each alone this takes longer than all else of a recording.
+_ROWS_AT_ONCE: Final = 32
 # Keys and ages are looked at again after this time.
 _LOOK_S: Final = 2.0
 _CLOSE_S: Final = 10.0
 
 Result = TypeVar("Result")
+Row = TypeVar("Row", np.float16, np.float32)
 
 log = structlog.get_logger()
 
@@ -58,19 +58,17 @@ class RecordedAnswer:
 
     context = CONTEXT
     """Number of the prompt's last positions whose features it wants."""
+    features_may_wait = True
+    """Features of several windows may share a message: they are read once the answer has ended."""
 
     def __init__(self, recorder: Recorder, request: GenerationRequest, recording: RecordedPrompt) -> None:
         self._recorder = recorder
         self._request = request
         self._recording = recording
         self._runs: list[tuple[int, NDArray[np.float16]]] = []
-        self._num_bytes = 0
+        self._fresh: list[tuple[int, NDArray[np.float32]]] = []
+        self._num_fresh = self._num_bytes = 0
         self._is_full = False
-
-    @property
-    def features_may_wait(self) -> bool:
-        """Whether features of several windows may share a message of their own: those that are large."""
-        return self._recorder.row_bytes > _MOST_CARRIED_BYTES
 
     @property
     def wants_features(self) -> bool:
@@ -93,8 +91,10 @@ class RecordedAnswer:
             self._is_full = True
             return
         self._num_bytes += num_bytes
-        largest = np.finfo(np.float16).max
-        self._runs.append((start, np.clip(rows, -largest, largest).astype(np.float16)))
+        self._fresh.append((start, rows))
+        self._num_fresh += len(rows)
+        if self._num_fresh >= _ROWS_AT_ONCE:
+            self._round()
 
     def end(self, tokens: Sequence[int]) -> None:
         """Hand over what came, once the answer has ended.
@@ -102,9 +102,17 @@ class RecordedAnswer:
         Args:
             tokens: Prompt and answer.
         """
+        self._round()
         self._recorder.put(
             EndedAnswer(self._request, self._recording, tokens, tuple(self._runs), self._num_bytes)
         )
+
+    def _round(self) -> None:
+        largest = np.finfo(np.float16).max
+        for start, rows in joined_runs(self._fresh):
+            self._runs.append((start, np.clip(rows, -largest, largest).astype(np.float16)))
+        self._fresh.clear()
+        self._num_fresh = 0
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,9 @@ class EndedAnswer:
             now_s: Unix seconds.
         """
         num_prompt = len(self.request.prompt)
-        start, rows = longest_run(self.runs)
+        if not self.runs:
+            return None
+        start, rows = max(joined_runs(self.runs), key=lambda run: len(run[1]))
         # The features of a position and the token behind it foretell the token after that.
         stop = min(start + len(rows), len(self.tokens) - 2)
         if stop <= max(start, num_prompt - 1):
@@ -172,9 +182,6 @@ class Recorder:
         most_bytes: Limit of the folder, for the status.
         now_s: Wall clock, Unix seconds.
         look_s: Time between two looks at keys and ages, in seconds.
-
-    Attributes:
-        row_bytes: Bytes of the features of one position.
     """
 
     def __init__(
@@ -189,7 +196,6 @@ class Recorder:
     ) -> None:
         self._folder = folder
         self._shape = shape
-        self.row_bytes = shape.row_bytes
         self._agreed = agreed
         self._now_s = now_s
         self._look_s = look_s
@@ -295,25 +301,17 @@ class Recorder:
                 log.warning("recording_failed", reason=reason)
 
 
-def longest_run(
-    runs: Sequence[tuple[int, NDArray[np.float16]]],
-) -> tuple[int, NDArray[np.float16]]:
-    """The longest run of consecutive positions among runs of which none overlap.
+def joined_runs(runs: Sequence[tuple[int, NDArray[Row]]]) -> list[tuple[int, NDArray[Row]]]:
+    """Runs of which none overlap, in ascending order, those joined that follow one another.
 
     Args:
         runs: First position and rows of each, in any order.
-
-    Returns:
-        First position and rows, of which there are none without runs.
     """
-    joined: list[list[tuple[int, NDArray[np.float16]]]] = []
+    joined: list[list[tuple[int, NDArray[Row]]]] = []
     stop = -1
     for start, rows in sorted(runs, key=lambda run: run[0]):
         if start != stop:
             joined.append([])
         joined[-1].append((start, rows))
         stop = start + len(rows)
-    if not joined:
-        return 0, np.empty((0, 0), np.float16)
-    longest = max(joined, key=lambda parts: sum(len(rows) for _, rows in parts))
-    return longest[0][0], np.concatenate([rows for _, rows in longest])
+    return [(parts[0][0], np.concatenate([rows for _, rows in parts])) for parts in joined]

@@ -35,24 +35,24 @@ class FeatureBundle(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[int]] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ...) -> None: ...
 
 class Features(_message.Message):
-    __slots__ = ("session", "window_id", "start", "num_rows", "rows", "type", "may_wait", "stage")
+    __slots__ = ("session", "window_id", "start", "num_rows", "rows", "type", "stage", "window_rows")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WINDOW_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
-    MAY_WAIT_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_ROWS_FIELD_NUMBER: _ClassVar[int]
     session: int
     window_id: int
     start: int
     num_rows: int
     rows: _containers.RepeatedScalarFieldContainer[bytes]
     type: HiddenType
-    may_wait: bool
     stage: int
-    def __init__(self, session: _Optional[int] = ..., window_id: _Optional[int] = ..., start: _Optional[int] = ..., num_rows: _Optional[int] = ..., rows: _Optional[_Iterable[bytes]] = ..., type: _Optional[_Union[HiddenType, str]] = ..., may_wait: _Optional[bool] = ..., stage: _Optional[int] = ...) -> None: ...
+    window_rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[int] = ..., window_id: _Optional[int] = ..., start: _Optional[int] = ..., num_rows: _Optional[int] = ..., rows: _Optional[_Iterable[bytes]] = ..., type: _Optional[_Union[HiddenType, str]] = ..., stage: _Optional[int] = ..., window_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FollowRequest(_message.Message):
     __slots__ = ("hello", "held")
@@ -239,7 +239,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., repetition_window: _Optional[int] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Window(_message.Message):
-    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "wants_features", "checkpoints", "recomputed_rows", "num_committed", "features_may_wait", "scored_next", "num_drafts", "drafts_on_rejection")
+    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "wants_features", "checkpoints", "recomputed_rows", "num_committed", "features_together", "scored_next", "num_drafts", "drafts_on_rejection")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -250,7 +250,7 @@ class Window(_message.Message):
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMMITTED_FIELD_NUMBER: _ClassVar[int]
-    FEATURES_MAY_WAIT_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_TOGETHER_FIELD_NUMBER: _ClassVar[int]
     SCORED_NEXT_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_ON_REJECTION_FIELD_NUMBER: _ClassVar[int]
@@ -264,11 +264,11 @@ class Window(_message.Message):
     checkpoints: _containers.RepeatedScalarFieldContainer[int]
     recomputed_rows: int
     num_committed: int
-    features_may_wait: bool
+    features_together: int
     scored_next: int
     num_drafts: int
     drafts_on_rejection: bool
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., wants_features: _Optional[bool] = ..., checkpoints: _Optional[_Iterable[int]] = ..., recomputed_rows: _Optional[int] = ..., num_committed: _Optional[int] = ..., features_may_wait: _Optional[bool] = ..., scored_next: _Optional[int] = ..., num_drafts: _Optional[int] = ..., drafts_on_rejection: _Optional[bool] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., wants_features: _Optional[bool] = ..., checkpoints: _Optional[_Iterable[int]] = ..., recomputed_rows: _Optional[int] = ..., num_committed: _Optional[int] = ..., features_together: _Optional[int] = ..., scored_next: _Optional[int] = ..., num_drafts: _Optional[int] = ..., drafts_on_rejection: _Optional[bool] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("queue_us", "compute_us", "num_rows", "arrived_us")

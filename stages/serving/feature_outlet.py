@@ -2,8 +2,8 @@
 
 Features of a few rows travel with their windows and the verdicts, others over a stream of their own.
 
-Windows never wait for them: what a slow link cannot carry is dropped, the oldest first. Each message costs
-both hosts more time than its rows; while the drafter rests, features of several windows share one.
+Windows never wait for them: what a slow link cannot carry is dropped, the oldest first. While the drafter
+rests, or where they are recorded only, features of several windows share a message.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError
 from stages.serving.plugs import StagePlug
+from stages.serving.waiting_features import WaitingFeatures
 from stages.transport.hidden_codec import FROM_WIRE, TO_WIRE, HiddenType, encode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from stages.runtime.stage_runtime import StageRuntime
     from stages.serving.plugs import Bundle, StageAccess
@@ -29,8 +33,8 @@ if TYPE_CHECKING:
 MOST_QUEUED_BYTES: Final = 64 << 20
 # Of one message; gRPC's limit is far above.
 _MOST_BUNDLED_BYTES: Final = 1 << 20
-# Rows that may wait are sent together, once they are as many.
-_ROWS_TOGETHER: Final = 8
+# Where so few rows are sent together, a drafter rests and may read soon: the tail's come with its verdicts.
+_READ_SOON: Final = 8
 log = structlog.get_logger()
 # Features that travel with the windows of a batch: 2 ms at 100 Mbit/s, and the rows of a few sessions.
 MOST_CARRIED_BYTES: Final = 24 << 10
@@ -50,7 +54,7 @@ class FeatureStream:
         self._layers: tuple[int, ...] | None = None
         self._most_queued_bytes = most_queued_bytes
         self._waiting: deque[wire.Features] = deque()
-        self._num_bytes = self._num_rows = 0
+        self._num_bytes = 0
         self._changed = asyncio.Event()
         self._is_closed = False
         self.num_dropped_rows = 0
@@ -63,23 +67,14 @@ class FeatureStream:
         """Queue features of windows; before `open` they are of other layers, and dropped."""
         if self._layers is None:
             return
-        is_urgent = False
         for each in features:
             self._waiting.append(each)
             self._num_bytes += _size_bytes(each)
-            self._num_rows += each.num_rows
-            is_urgent = is_urgent or not each.may_wait
         if self._num_bytes > self._most_queued_bytes and not self.num_dropped_rows:
             log.warning("features_dropped", reason="the link to the coordinator is too slow for them")
         while self._num_bytes > self._most_queued_bytes:
             self.num_dropped_rows += self._take().num_rows
-        if is_urgent or self._num_rows >= _ROWS_TOGETHER:
-            self._changed.set()
-
-    def send_waiting(self) -> None:
-        """Send what may wait for more."""
-        if self._waiting:
-            self._changed.set()
+        self._changed.set()
 
     def close(self) -> None:
         """End the stream at once."""
@@ -110,7 +105,6 @@ class FeatureStream:
     def _take(self) -> wire.Features:
         oldest = self._waiting.popleft()
         self._num_bytes -= _size_bytes(oldest)
-        self._num_rows -= oldest.num_rows
         return oldest
 
 
@@ -128,6 +122,9 @@ class FeatureOutlet(StagePlug):
         self._type: HiddenType | None = None
         self._row_bytes = 0
         self._later: Sequence[QueuedWindow] = ()
+        self._waiting = WaitingFeatures()
+        # Of windows whose features wait: rows that a verdict's tokens were sampled after.
+        self._num_sampled: dict[tuple[int, int], int] = {}
         self._stream: FeatureStream | None = None
         self._stage: StageAccess | None = None
         self._send: Callable[[list[wire.Features]], None] = self._put
@@ -178,9 +175,9 @@ class FeatureOutlet(StagePlug):
 
     def closed(self, slot: int, message: wire.Close) -> None:
         """Send the last features of a session: nothing follows that they could share a message with."""
-        del slot, message
-        if self._stream is not None:
-            self._stream.send_waiting()
+        del slot
+        if self._stream is not None and self._stage is not None:
+            self._stage.between_batches(lambda: self._send_last(message.session))
 
     def tap(self, layers: Sequence[int], feature_type: HiddenType | None) -> tuple[int, ...]:
         """Set what features windows may ask for; in the computing thread only.
@@ -193,6 +190,7 @@ class FeatureOutlet(StagePlug):
             Those among the layers that this stage gives.
         """
         tapped = self._runtime.tap_features(layers)
+        self._waiting.clear()
         self._type = feature_type if tapped else None
         if feature_type is not None:
             self._row_bytes = len(tapped) * feature_type.row_bytes(self._info.n_embd)
@@ -211,12 +209,16 @@ class FeatureOutlet(StagePlug):
         return self._type is not None and any(window.message.wants_features for window in windows)
 
     def verified(self, window: QueuedWindow, verdict: wire.Verdict) -> None:
-        """Add features of the rows that the verdict's tokens were sampled after."""
-        if verdict.tokens:
-            first = len(window.to_compute.tokens) - window.to_compute.num_outputs
-            features = self._features(window, first, first + len(verdict.tokens))
-            if features is not None:
-                verdict.features.CopyFrom(features)
+        """Add features of the rows that the verdict's tokens were sampled after, unless they wait."""
+        if not verdict.tokens:
+            return
+        if window.message.features_together > _READ_SOON:
+            self._num_sampled[window.session, window.id] = len(verdict.tokens)
+            return
+        first = self._num_unverified(window)
+        features = self._features(window, first, first + len(verdict.tokens))
+        if features is not None:
+            verdict.features.CopyFrom(features)
 
     def passing(self, windows: Sequence[QueuedWindow], bundle: Bundle) -> None:
         """Add features from earlier stages."""
@@ -226,25 +228,32 @@ class FeatureOutlet(StagePlug):
     def computed(self, windows: Sequence[QueuedWindow], bundle: Bundle) -> None:
         """Add features of a few rows that do not wait; others are sent once the windows have left."""
         self._later = ()
-        wanting = [
-            window for window in windows if window.message.wants_features and self._num_unverified(window)
-        ]
+        wanting = [window for window in windows if window.message.wants_features]
         if self._type is None or not wanting:
             return
-        soon = [window for window in wanting if not window.message.features_may_wait]
+        soon = [window for window in wanting if not window.message.features_together]
+        for window in soon:
+            # Who reads these has a use for those before them.
+            self._waiting.hurry(window.session)
         num_bytes = feature_bytes(bundle.features)
         num_bytes += self._row_bytes * sum(self._num_unverified(window) for window in soon)
         if num_bytes > MOST_CARRIED_BYTES:
             self._later = wanting
             return
         bundle.features.extend(self._unverified(soon))
-        self._later = [window for window in wanting if window.message.features_may_wait]
+        self._later = [window for window in wanting if window.message.features_together]
 
     def handed_on(self) -> None:
-        """Send the features that did not travel with the latest windows."""
+        """Send features that did not travel with the latest windows, or keep them until there are more."""
         later, self._later = self._later, ()
-        if features := self._unverified(later):
-            self._send(features)
+        for window in later:
+            num_rows = self._num_unverified(window) + self._num_sampled.get((window.session, window.id), 0)
+            rows = self._rows(window, 0, num_rows)
+            if rows and num_rows:
+                start, together = window.to_compute.start, window.message.features_together
+                self._waiting.add(window.session, window.id, start, rows, together)
+        self._num_sampled.clear()
+        self._send_waiting()
 
     async def _tap_in_worker(self, layers: Sequence[int], feature_type: HiddenType | None) -> tuple[int, ...]:
         assert self._stage is not None  # noqa: S101 - a stage serves with its plugs attached
@@ -255,6 +264,18 @@ class FeatureOutlet(StagePlug):
         if self._stream is not None:
             self._stream.put(features)
 
+    def _send_last(self, session: int) -> None:
+        self._waiting.hurry(session)
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        messages = [
+            self._message(run.session, run.window_id, run.start, run.layers(), run.window_rows)
+            for run in self._waiting.take()
+        ]
+        if found := [message for message in messages if message is not None]:
+            self._send(found)
+
     def _unverified(self, windows: Sequence[QueuedWindow]) -> list[wire.Features]:
         """Features of rows that the tail does not sample; those of the others come with its verdicts."""
         found = [self._features(window, 0, self._num_unverified(window)) for window in windows]
@@ -264,24 +285,41 @@ class FeatureOutlet(StagePlug):
         span = window.to_compute
         return len(span.tokens) - span.num_outputs * self._info.is_tail
 
-    def _features(self, window: QueuedWindow, first: int, stop: int) -> wire.Features | None:
-        """Features of some of the rows just computed; None if they are not wanted or not all there."""
-        kind = self._type
+    def _rows(self, window: QueuedWindow, first: int, stop: int) -> list[NDArray[np.float32]]:
+        """Some of the rows just computed, of each layer; none if they are not wanted or not all there."""
         parts = self._runtime.features(window.span.slot) if window.message.wants_features else ()
-        if kind is None or not parts or any(part is None for part in parts):
+        rows = [part[first:stop] for part in parts if part is not None]
+        return rows if len(rows) == len(parts) else []
+
+    def _features(self, window: QueuedWindow, first: int, stop: int) -> wire.Features | None:
+        """Features of some of the rows just computed; None if there are none."""
+        rows = self._rows(window, first, stop) if stop > first else []
+        start = window.to_compute.start + first
+        return self._message(window.session, window.id, start, rows) if rows else None
+
+    def _message(
+        self,
+        session: int,
+        window_id: int,
+        start: int,
+        layers: Sequence[NDArray[np.float32]],
+        window_rows: Sequence[int] = (),
+    ) -> wire.Features | None:
+        kind = self._type
+        if kind is None:
             return None
         try:
-            rows = [encode(part[first:stop], kind) for part in parts if part is not None]
+            rows = [encode(each, kind) for each in layers]
         except MeshError:  # a value that is not finite: its window reports it
             return None
         return wire.Features(
-            session=window.session,
-            window_id=window.id,
-            start=window.to_compute.start + first,
-            num_rows=stop - first,
+            session=session,
+            window_id=window_id,
+            start=start,
+            num_rows=len(layers[0]),
             rows=rows,
             type=TO_WIRE[kind],
-            may_wait=window.message.features_may_wait,
+            window_rows=window_rows,
             stage=0 if self._stage is None else self._stage.place.stage_index,
         )
 

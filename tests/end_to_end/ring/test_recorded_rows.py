@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
@@ -154,6 +155,15 @@ async def test_rows_of_sessions_that_share_slots_batches_and_prefixes(
             async with coordinator_of(stages, recorded) as coordinator:
                 assert await answers(coordinator) == plain
                 await written(recorded, len(plain) + 1)
+        with recording(smollm2_path, tmp_path / "gone") as lost:
+            shutil.rmtree(lost.folder)
+            async with coordinator_of(stages, lost) as coordinator:
+                assert (await collect(coordinator, requests[0]))[0] == plain[0]
+                async with asyncio.timeout(10):
+                    while not lost.recorder.status().left_out:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+        # What cannot be written costs its record, and nothing else.
+        assert "No such file" in (lost.recorder.status().off or "")
     found = {each.info.prompt_id: each for each in reversed(recorded.conversations())}
     assert len(found) == len(QUESTIONS) + 1
     assert min(num_cached) > 8

@@ -12,6 +12,7 @@ from mesh.coordinator.feature_store import FeatureNeeds
 from mesh.coordinator.generation import Generation, InFlightWindow
 from mesh.engine import GenerationRequest
 from spanmesh_proto import windows_pb2 as wire
+from speculative.proposer import Proposal
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -96,15 +97,39 @@ def test_each_reads_what_it_wants() -> None:
     assert session.go(session.generation.prefill(8), (30,)).wants_features
     assert session.drafter.positions == session.answer.positions == list(range(12, 20))
     message = session.go(session.generation.next_window(), (31,))
-    assert not message.features_may_wait
+    assert not message.features_together
     session.drafter.wants_features = False
     message = session.go(session.generation.next_window(), (32,))
-    assert message.features_may_wait
+    # For the record alone they may wait longer than for a drafter that rests.
+    for_record = message.features_together
     assert session.drafter.positions == list(range(12, 21))
     assert session.answer.positions == list(range(12, 22))
+    session.drafter.wants_features, session.drafter.features_may_wait = True, True
+    plan = session.generation.next_window()
+    window_id, message = session.send(plan)
+    assert 1 < message.features_together < for_record
+    session.judge(window_id, plan, (33,))
+    session.drafter.wants_features = False
     session.answer.wants_features = False
-    assert not session.go(session.generation.next_window(), (33,)).wants_features
+    assert not session.go(session.generation.next_window(), (34,)).wants_features
     assert session.answer.positions == list(range(12, 22))
+
+
+def test_features_of_several_windows_in_one_message() -> None:
+    """Each row counts by the verdict of its own window: of the second the last one was rejected."""
+    session = Session()
+    session.go(session.generation.prefill(20), (30,))
+    begun = session.answer.positions.copy()
+    first, second = session.generation.next_window(), None
+    one, _ = session.send(first)
+    session.judge(one, first, (31,))
+    second = session.generation.next_window(Proposal((32, 40), (1.0, 1.0), "test"))
+    two, _ = session.send(second)
+    session.judge(two, second, (32, 33))
+    assert session.answer.positions == begun
+    rows = np.zeros((4, 1), np.float32)
+    session.plug.take(ReceivedFeatures(7, one, first.start, ((0, rows),), 4, (1, 3)))
+    assert session.answer.positions == [*begun, 20, 21, 22]
 
 
 async def test_a_record_ends_with_what_came_behind_the_last_verdict() -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -311,18 +310,6 @@ def test_what_a_crash_has_left_half_is_removed(tmp_path: Path) -> None:
     assert list(folder.glob(".*.part")) == []
     assert recorded_prompts(folder) == ["whole", "next"]
     assert conversation_paths(folder) == [first, conversation_path(folder, 2)]
-
-
-def test_large_features_share_messages_and_small_ones_travel_with_their_windows(tmp_path: Path) -> None:
-    request = GenerationRequest(PROMPT, 64, recording=RecordedPrompt("raw", "x"))
-    for n_embd, may_wait in ((576, False), (4096, True)):
-        header = RecordingHeader(replace(MODEL, n_embd=n_embd), HEADER.layers)
-        folder = RecordingFolder(tmp_path / str(n_embd), header, LIMITS, one_bytes=1)
-        recorder = Recorder(folder, header.shape, Keys(), most_bytes=LIMITS.most_bytes)
-        answer = recorder.begin(request)
-        recorder.close()
-        assert answer is not None
-        assert answer.features_may_wait == may_wait
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,10 +60,10 @@ def stage() -> Iterator[Stage]:
 
 
 def window(
-    slot: int, num_rows: int = 1, *carried: wire.Features, asks: bool = True, may_wait: bool = False
+    slot: int, num_rows: int = 1, *carried: wire.Features, asks: bool = True, id: int = 7, together: int = 0
 ) -> QueuedWindow:
-    span = Span(slot, 0, [3] * num_rows, None, num_outputs=num_rows)
-    message = window_message(span, 1 + slot, 7, wants_features=asks, features_may_wait=may_wait)
+    span = Span(slot, id - 7, [3] * num_rows, None, num_outputs=num_rows)
+    message = window_message(span, 1 + slot, id, wants_features=asks, features_together=together)
     return QueuedWindow(message, span, WindowVerifier(SamplingParams()), (), 0, 0, travelling=carried)
 
 
@@ -80,13 +80,37 @@ def test_features_of_a_few_rows_travel_with_their_window(stage: Stage) -> None:
     assert stage.sent.empty()
 
 
-def test_features_that_may_wait_are_sent_after_the_window(stage: Stage) -> None:
-    stage.scheduler.put(window(0, may_wait=True), window(1))
-    kind, bundle = stage.next()
-    assert (kind, [each.session for each in bundle.features]) == ("windows", [2])
+def test_features_that_may_wait_are_sent_together(stage: Stage) -> None:
+    """Three rows of one session are one message, a row of another one its own."""
+    for window_id in (7, 8):
+        stage.scheduler.put(window(0, id=window_id, together=4))
+        assert not stage.next()[1].features
+    stage.scheduler.put(window(1, together=4))
+    assert not stage.next()[1].features
+    assert stage.sent.empty()
+    stage.scheduler.put(window(0, id=9, together=4))
+    assert not stage.next()[1].features
     kind, features = stage.next()
-    assert (kind, [each.session for each in features]) == ("features", [1])
-    assert features[0].may_wait
+    assert kind == "features"
+    assert [(each.session, each.window_id, each.start, list(each.window_rows)) for each in features] == [
+        (1, 7, 0, [1, 1, 1]),
+        (2, 7, 0, [1]),
+    ]
+    assert [each.num_rows for each in features] == [3, 1]
+
+
+def test_features_that_wait_go_before_those_that_do_not(stage: Stage) -> None:
+    stage.scheduler.put(window(0, together=9))
+    assert not stage.next()[1].features
+    stage.scheduler.put(window(0, id=8))
+    kind, bundle = stage.next()
+    assert (kind, [each.window_id for each in bundle.features]) == ("windows", [8])
+    kind, features = stage.next()
+    assert (kind, [each.window_id for each in features]) == ("features", [7])
+    # Of another reader's next window that may wait: nothing is left.
+    stage.scheduler.put(window(0, id=9, together=9))
+    stage.next()
+    assert stage.sent.empty()
 
 
 def test_many_are_sent_after_the_window(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

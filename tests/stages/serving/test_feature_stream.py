@@ -174,10 +174,8 @@ async def test_of_streams_that_open_at_once_one_stays() -> None:
             await channel.close(None)
 
 
-def features(num_rows: int, *, may_wait: bool = False) -> wire.Features:
-    return wire.Features(
-        session=1, window_id=2, start=3, num_rows=num_rows, rows=[bytes(4 * num_rows)], may_wait=may_wait
-    )
+def features(num_rows: int) -> wire.Features:
+    return wire.Features(session=1, window_id=2, start=3, num_rows=num_rows, rows=[bytes(4 * num_rows)])
 
 
 async def test_a_slow_link_drops_the_oldest() -> None:
@@ -194,31 +192,6 @@ async def test_a_slow_link_drops_the_oldest() -> None:
         await anext(bundles)
 
 
-async def test_features_that_may_wait_share_a_message_until_others_come() -> None:
-    stream = FeatureStream()
-    stream.open([0])
-    bundles = stream.bundles()
-    await anext(bundles)
-
-    async def next_rows() -> list[int]:
-        return [each.num_rows for each in (await anext(bundles)).features]
-
-    waiting = asyncio.ensure_future(next_rows())
-    for _ in range(7):
-        stream.put([features(1, may_wait=True)])
-        await asyncio.sleep(0)
-        assert not waiting.done()
-    stream.put([features(1, may_wait=True)])
-    assert await waiting == [1] * 8
-    stream.put([features(2, may_wait=True)])
-    stream.put([features(3)])
-    assert await next_rows() == [2, 3]
-    # Nothing follows that they could wait for.
-    stream.put([features(4, may_wait=True)])
-    stream.send_waiting()
-    assert await next_rows() == [4]
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -226,6 +199,8 @@ async def test_features_that_may_wait_share_a_message_until_others_come() -> Non
         ({"rows": [bytes(8), bytes(8)]}, "of 2 layers"),
         ({"rows": [bytes(12)]}, "12 bytes for 2 rows, not 8"),
         ({"rows": [b""], "num_rows": 0}, "0 bytes for 0 rows"),
+        ({"window_rows": [1, 2]}, "2 rows for windows of"),
+        ({"window_rows": [2, 0]}, "2 rows for windows of"),
         ({"rows": [np.array([1, np.nan], "<f4").tobytes()]}, "values beyond 1e"),
         ({"rows": [np.array([1, 2e6], "<f4").tobytes()]}, "values beyond 1e"),
         ({"rows": [np.array([-np.inf, 1], "<f4").tobytes()]}, "values beyond 1e"),
@@ -233,10 +208,10 @@ async def test_features_that_may_wait_share_a_message_until_others_come() -> Non
 )
 def test_hostile_features_are_refused(damage: dict[str, Any], message: str) -> None:
     message_ = features(2)
-    if "rows" in damage:
-        del message_.rows[:]
-        message_.rows.extend(damage["rows"])
-    for name in damage.keys() - {"rows"}:
+    for name in damage.keys() & {"rows", "window_rows"}:
+        del getattr(message_, name)[:]
+        getattr(message_, name).extend(damage[name])
+    for name in damage.keys() - {"rows", "window_rows"}:
         setattr(message_, name, damage[name])
     with pytest.raises(ProtocolError, match=message):
         decoded(message_, (0,), NEEDS)
