@@ -14,7 +14,14 @@ from rich.text import Text
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.shared_options import head_options, key_of
-from mesh.cli.status import features_text, holds_text, prompt_lines, state_text, tail_drafts_text
+from mesh.cli.status import (
+    features_text,
+    holds_text,
+    prompt_lines,
+    recording_text,
+    state_text,
+    tail_drafts_text,
+)
 from mesh.status import EmbeddingModelStatus, SpeculationStatus, read_status
 from spanmesh_proto.errors import ClusterError
 from stages.units import format_size
@@ -181,6 +188,8 @@ def view(
         parts += [_stages(status, pace, hops_ms, head), Text(_speed(status, pace))]
         parts += [Text(line) for line in prompt_lines(status)]
         parts += [Text(line) for line in _speculation(status, pace)]
+    if status.recording is not None:
+        parts.append(Text(f"recording: {recording_text(status.recording)}"))
     if len(status.models) > 1:
         parts.append(_models(status.models))
     parts.append(_hosts(status))

@@ -1,5 +1,6 @@
 // The mesh beside the chat: ring, stages, speculation, what went wrong lately.
 
+import { bytes } from "./format.js";
 import { byId, el, setText } from "./dom.js";
 import { describeSpares, stageTable } from "./stages.js";
 import { drawRing } from "./ring.js";
@@ -14,7 +15,8 @@ export function showPanel(status, recent, condition) {
   const trip = recent.trip;
   draw("ring", [stages, trip, condition.kind], () => [drawRing(stages, trip, condition.kind)]);
   draw("stages", [stages, trip], () => (stages.length ? [stageTable(stages, trip)] : [waiting(status)]));
-  setText(byId("spares"), [describeSpares(status.hosts?.length ? status.hosts : []), speed(recent)].filter(Boolean).join(" "));
+  const told = [describeSpares(status.hosts?.length ? status.hosts : []), speed(recent), recorded(status.recording)];
+  setText(byId("spares"), told.filter(Boolean).join(" "));
   draw("speculation", status.speculation ?? null, () => speculationPanel(status.speculation));
   const events = eventsOf(status);
   const healed = repairsOf(status);
@@ -42,4 +44,10 @@ function waiting(status) {
 function speed(recent) {
   const rate = recent.tokensPerS;
   return rate > 0.05 ? `${rate.toFixed(1)} tokens/s in the last seconds, all answers together.` : "";
+}
+
+function recorded(recording) {
+  if (!recording) return "";
+  const off = recording.off ? ` Nothing is added now: ${recording.off}.` : "";
+  return `${recording.conversations} answers are recorded, ${bytes(recording.bytes)}.${off}`;
 }

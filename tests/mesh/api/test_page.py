@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
-from mesh.status import MeshStatus, ModelDescription
+from mesh.status import MeshStatus, ModelDescription, RecordingStatus
 from mesh.text.tokenizer import Tokenizer
 from tests.support.api_harness import KEY, ScriptedEngine, backend_of, running_api
 from tests.support.browser import CHROMIUM, Page, browser_page
@@ -372,10 +372,14 @@ async def test_another_model_can_be_chosen_where_there_is_one(browser: Page, smo
     tokenizer, choice = Tokenizer(smollm2_path), "document.querySelector('#model-choice')"
     await browser.leave()
     await browser.show_as(1280, 820)
-    async with running_api(ScriptedEngine([(300,)]), tokenizer, status=lambda: SERVING) as api:
+    recording = RecordingStatus(conversations=12, bytes=5_000_000, off="the disk is full")
+    records = replace(SERVING, recording=recording)
+    async with running_api(ScriptedEngine([(300,)]), tokenizer, status=lambda: records) as api:
         assert api.backends is not None
         await browser.open(f"{api.url}/")
         await browser.until(state_is("Ready"))
+        told = await browser.text("#spares")
+        assert "12 answers are recorded, 5.0 MB. Nothing is added now: the disk is full." in told
         assert await browser.js("document.querySelector('#models').hidden")
         api.backends.add(
             backend_of(

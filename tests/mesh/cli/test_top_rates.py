@@ -14,6 +14,7 @@ from mesh.status import (
     MeshStatus,
     ModelDescription,
     PrefillStatus,
+    RecordingStatus,
     SessionsStatus,
     SpeculationStatus,
     StageStatus,
@@ -93,6 +94,7 @@ def test_a_ring_made_anew_is_looked_at_for_the_first_time(before: MeshStatus) ->
 
 def test_the_picture_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     now = status(150, 3.0, accepted=200)
+    now.recording = RecordingStatus(conversations=12, tokens=3400, off="disk full")
     pace = pace_between(status(100, 2.0, accepted=150), now, 1.0)
     Console(width=160).print(view(now, pace, {("a", "head"): 1.25}, "head"))
     shown = capsys.readouterr().out
@@ -103,6 +105,8 @@ def test_the_picture_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
         "1.25 head",
         "##",
         "75.0 tokens/s",
+        "recording: 12 answers of 3,400 tokens",
+        "off: disk full",
     ):
         assert piece in shown
     assert "50% accepted, 1.50 tokens a window" in shown
