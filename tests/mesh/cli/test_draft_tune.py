@@ -6,28 +6,19 @@ import importlib.util
 import json
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from mesh.cli.main import run
-from mesh.text.tokenizer import Tokenizer
 from mesh.tuning.answers import index_answers, split_by_prompt
-from mesh.tuning.conversation_file import Conversation, write_conversation
+from mesh.tuning.conversation_file import write_conversation
 from mesh.tuning.drafter_file import head_rows
 from mesh.tuning.recording import (
-    RecordingHeader,
-    conversation_path,
     conversation_paths,
-    create_recording,
     read_recording_header,
-    recorded_model,
 )
 from stages.gguf import read_header
-from tests.support.eagle3 import DRAFTER
 from tests.support.recordings import (
     foreseeable,
-    greedy_with_features,
-    info,
     random_conversation,
     write_recording,
 )
@@ -112,29 +103,6 @@ def test_a_drafter_is_tuned_and_reported(
 
 
 @needs_torch
-@pytest.mark.model
-def test_features_that_do_not_belong_to_the_tokens_are_refused(
-    smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    layers = (3, 15, 28)
-    text = "<|im_start|>user\nCount from one to twenty.<|im_end|>\n<|im_start|>assistant\n"
-    prompt = Tokenizer(smollm2_path).encode(text, add_special=False, parse_special=True)
-    token_ids, features = greedy_with_features(smollm2_path, prompt, 60, layers)
-    folder = tmp_path / "recording"
-    create_recording(folder, RecordingHeader(recorded_model(smollm2_path), layers))
-    # The rows of other positions, as if sessions had been mixed up.
-    mixed = np.random.default_rng(1).permutation(features)
-    for number in range(12):
-        written = Conversation(info(number, answer_start=len(prompt)), token_ids, mixed)
-        write_conversation(conversation_path(folder, number), written)
-    output = tmp_path / "tuned.gguf"
-    named = ("--for", str(smollm2_path), "--from", str(DRAFTER), "-o", str(output))
-    assert run(["draft", "tune", str(folder), *named]) == 1
-    assert "features and tokens do not belong together" in refusal(capsys)
-    assert not output.with_name("tuned.gguf.run").exists()
-
-
-@needs_torch
 def test_a_drafter_that_got_worse_is_kept_under_another_name(
     files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,11 +145,7 @@ def test_what_does_not_fit_is_refused_in_one_line(
 
 
 @needs_torch
-def test_what_the_process_refuses_is_one_line(
-    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert files.tune("--resume") == 1
-    assert "holds no run to go on with: leave out --resume" in refusal(capsys)
+def test_what_the_process_refuses_is_one_line(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     for path in conversation_paths(files.recording)[8:]:
         path.unlink()
     assert files.tune("--device", "cuda:9") == 1

@@ -13,8 +13,11 @@ from mesh.draft.drafter import loadable_file
 from mesh.draft.loading import SETUP
 from mesh.text.tokenizer import Tokenizer
 from mesh.tuning.acceptance import NUM_DRAFTED
-from mesh.tuning.conversation_file import Conversation
+from mesh.tuning.conversation_file import Conversation, write_conversation
+from mesh.tuning.jobs import Device, Schedule, TuneJob
+from mesh.tuning.recording import conversation_path, create_recording
 from mesh.tuning.source import Source
+from spanmesh_proto.errors import ModelError
 from speculative.draft.context import DraftFile, DraftOptions, SlotRows
 from speculative.draft.kinds import KINDS
 from speculative.draft.session import FeatureSpan
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 torch = pytest.importorskip("torch", reason="torch is not installed: make environment")
 
 from mesh.tuning.network import MOST_CHAINS, Compute, Network, make_batch, make_lexicon, num_chains  # noqa: E402
+from mesh.tuning.work import tune_here  # noqa: E402
 
 CPU = Compute("cpu", is_bf16=False)
 SHAPES = (
@@ -199,21 +203,49 @@ def test_chains_draft_what_llama_cpp_drafts(shape: TinyEagle3, tmp_path: Path) -
     assert (ours == theirs).mean() >= 0.9
 
 
-@pytest.mark.model
-def test_the_demo_s_drafter_drafts_alike_from_real_features(smollm2_path: Path, tmp_path: Path) -> None:
-    source = Source(smollm2_path, DRAFTER)
+@pytest.fixture(name="real", scope="module")
+def _real(smollm2_path: Path) -> Conversation:
+    """An answer of the demo's model with the features that its drafter reads."""
     text = "<|im_start|>user\nCount from one to twenty.<|im_end|>\n<|im_start|>assistant\n"
     prompt = Tokenizer(smollm2_path).encode(text, add_special=False, parse_special=True)
-    token_ids, features = greedy_with_features(smollm2_path, prompt, 40, source.recorded.layers)
-    conversation = Conversation(info(0, answer_start=len(prompt)), token_ids, features)
-    theirs = llama_drafts(source, conversation, tmp_path)
-    ours, _ = drafts(source, conversation)
+    layers = Source(smollm2_path, DRAFTER).recorded.layers
+    token_ids, features = greedy_with_features(smollm2_path, prompt, 60, layers)
+    return Conversation(info(0, answer_start=len(prompt)), token_ids, features)
+
+
+@pytest.mark.model
+def test_the_demo_s_drafter_drafts_alike_from_real_features(
+    real: Conversation, smollm2_path: Path, tmp_path: Path
+) -> None:
+    source, num_prompt = Source(smollm2_path, DRAFTER), real.info.answer_start
+    some = Conversation(real.info, real.token_ids[: num_prompt + 40], real.features[: num_prompt + 39])
+    theirs = llama_drafts(source, some, tmp_path)
+    ours, _ = drafts(source, some)
     # It is in Q4_0: llama.cpp rounds what it multiplies with, too.
     assert (ours[0] == theirs[0]).mean() >= 0.9
-    truth = np.array([token_ids[len(prompt) + 1 + step :][: ours.shape[1]] for step in range(NUM_DRAFTED)])
+    truth = np.array(
+        [some.token_ids[num_prompt + 1 + step :][: ours.shape[1]] for step in range(NUM_DRAFTED)]
+    )
     rates = [(drafted == truth).cumprod(0).mean(1) for drafted in (ours, theirs)]
     assert rates[1][0] >= 0.25
     np.testing.assert_allclose(rates[0], rates[1], atol=0.06)
+
+
+@pytest.mark.model
+def test_features_that_do_not_belong_to_the_tokens_are_refused(
+    real: Conversation, smollm2_path: Path, tmp_path: Path
+) -> None:
+    # The rows of other positions, as if sessions had been mixed up.
+    mixed = np.random.default_rng(1).permutation(real.features)
+    folder, output = tmp_path / "recording", tmp_path / "tuned.gguf"
+    create_recording(folder, Source(smollm2_path, DRAFTER).recorded)
+    for number in range(12):
+        written = Conversation(info(number, answer_start=real.info.answer_start), real.token_ids, mixed)
+        write_conversation(conversation_path(folder, number), written)
+    job = TuneJob((folder,), smollm2_path, DRAFTER, output, Schedule(), Device(), None, is_resumed=False)
+    with pytest.raises(ModelError, match="features and tokens do not belong together"):
+        tune_here(job, lambda _what, _share: None)
+    assert not output.with_name("tuned.gguf.run").exists()
 
 
 def test_conversations_side_by_side_are_as_alone(tmp_path: Path) -> None:
