@@ -421,8 +421,10 @@ class SessionFeatures(SessionPlug):
                 self._end()
 
     def _pass_on(self, runs: Sequence[FeatureRows]) -> None:
+        if not runs:
+            return
         # A drafter that rests has no use for what is recorded meanwhile.
-        readers = [reader for reader, *_ in self._readers if runs and reader.wants_features]
+        readers = [reader for reader, *_ in self._readers if reader.wants_features]
         for run in runs:
             for reader in readers:
                 reader.take_features(run.start, run.rows)

@@ -111,7 +111,8 @@ class FeatureStore:
             if self._states[position] == _UNKNOWN:
                 self._states[position] = _WANTED
                 self.num_wanted += 1
-        return self._released(window_id, window)
+        # Most often none of them is here yet.
+        return self._released(window_id, window) if any(window.has) else []
 
     def add(
         self, window_id: int, start: int, features: Sequence[tuple[int, NDArray[np.float32]]]

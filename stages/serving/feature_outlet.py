@@ -269,11 +269,12 @@ class FeatureOutlet(StagePlug):
         self._send_waiting()
 
     def _send_waiting(self) -> None:
-        messages = [
-            self._message(run.session, run.window_id, run.start, run.layers(), run.window_rows)
-            for run in self._waiting.take()
-        ]
-        if found := [message for message in messages if message is not None]:
+        found = []
+        for run in self._waiting.take():
+            message = self._message(run.session, run.window_id, run.start, run.layers(), run.window_rows)
+            if message is not None:
+                found.append(message)
+        if found:
             self._send(found)
 
     def _unverified(self, windows: Sequence[QueuedWindow]) -> list[wire.Features]:

@@ -30,21 +30,18 @@ class FeatureRun:
     """Rows of each window."""
     parts: list[Sequence[NDArray[np.float32]]] = field(default_factory=list)
     """Of each window the rows of each layer, float32 (rows, n_embd)."""
+    num_rows: int = 0
+    """Rows of all windows."""
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of all windows."""
-        return sum(self.window_rows)
+    def goes_on(self, window_id: int, start: int) -> bool:
+        """Whether a window that begins there follows the last one."""
+        return window_id == self.window_id + len(self.window_rows) and start == self.start + self.num_rows
 
-    @property
-    def stop(self) -> int:
-        """Position behind the last row."""
-        return self.start + self.num_rows
-
-    @property
-    def next_window_id(self) -> int:
-        """Id of the window behind the last one."""
-        return self.window_id + len(self.window_rows)
+    def add(self, rows: Sequence[NDArray[np.float32]]) -> None:
+        """Add the rows of the next window, for each layer."""
+        self.window_rows.append(len(rows[0]))
+        self.parts.append(rows)
+        self.num_rows += len(rows[0])
 
     def layers(self) -> list[NDArray[np.float32]]:
         """Rows of all windows for each layer, float32 (rows, n_embd)."""
@@ -74,10 +71,9 @@ class WaitingFeatures:
             together: Rows of all sessions that they may wait for; 0: they do not wait.
         """
         runs = self._runs.setdefault(session, [])
-        if not runs or (window_id, start) != (runs[-1].next_window_id, runs[-1].stop):
+        if not runs or not runs[-1].goes_on(window_id, start):
             runs.append(FeatureRun(session, window_id, start))
-        runs[-1].window_rows.append(len(rows[0]))
-        runs[-1].parts.append(rows)
+        runs[-1].add(rows)
         self._together = min(self._together, together) if self._num_rows else together
         self._num_rows += len(rows[0])
 
