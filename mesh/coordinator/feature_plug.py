@@ -47,8 +47,9 @@ _CONNECT_PATIENCE_S: Final = 0.3
 log = structlog.get_logger()
 # Latest positions of a replay that stages compute though they hold them, if their features are missing.
 _MOST_COMPUTED_AGAIN: Final = 64
-# The last features of an answer come behind its last verdict.
-_LATE_S: Final = 0.25
+# The last features of an answer come behind its last verdict, once the stages know that it is over; they may
+# be far, and their links slow.
+_LATE_S: Final = 2.0
 # Rows that are sent together: for a drafter that rests, and may read again soon; for a recording.
 _DRAFTER_ROWS: Final = 8
 _RECORDED_ROWS: Final = 32

@@ -128,7 +128,7 @@ async def test_rows_of_sessions_that_share_slots_batches_and_prefixes(
     """In exact mode they are equal; and so are the texts, with and without recording."""
     tokenizer = Tokenizer(smollm2_path)
     requests = [
-        request_of(tokenizer, question, num_tokens=9 * number)
+        request_of(tokenizer, question, num_tokens=5 * number)
         for number, question in enumerate(QUESTIONS, start=1)
     ]
 
@@ -137,7 +137,7 @@ async def test_rows_of_sessions_that_share_slots_batches_and_prefixes(
         first, _ = await collect(coordinator, requests[0])
         assert first == together[0][0]
         # The next turn begins behind what the stages hold of this one.
-        turn = request_of(tokenizer, "Go on.", (*requests[0].prompt, *first), num_tokens=12)
+        turn = request_of(tokenizer, "Go on.", (*requests[0].prompt, *first), num_tokens=8)
         second, last = await collect(coordinator, turn)
         num_cached.append(last.stats.num_cached)
         report = last.stats.report
@@ -188,7 +188,7 @@ async def test_rows_of_an_answer_whose_ring_was_repaired(
     smollm2_path: Path, stage_cache_dir: Path, tmp_path: Path
 ) -> None:
     tokenizer = Tokenizer(smollm2_path)
-    request = request_of(tokenizer, QUESTIONS[0], num_tokens=30)
+    request = request_of(tokenizer, QUESTIONS[0], num_tokens=16)
     stage_options = RuntimeOptions(num_slots=2, ctx_size=CTX_SIZE, exact=True)
     cache = StageCache(stage_cache_dir)
     files = [cache.cut(smollm2_path, layers).path for layers in ranges_from_cuts(CUTS, 30)]
@@ -203,7 +203,7 @@ async def test_rows_of_an_answer_whose_ring_was_repaired(
             dying = None
             async for part in coordinator.generate(request):
                 tokens += part.tokens
-                if dying is None and len(tokens) >= 12:
+                if dying is None and len(tokens) >= 6:
                     dying = asyncio.create_task(ring.kill(1))
             assert dying is not None
             await dying

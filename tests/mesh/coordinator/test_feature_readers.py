@@ -6,7 +6,9 @@ import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import pytest
 
+from mesh.coordinator import feature_plug
 from mesh.coordinator.feature_plug import FeaturePlug, ReceivedFeatures, SessionFeatures
 from mesh.coordinator.feature_store import FeatureNeeds
 from mesh.coordinator.generation import Generation, InFlightWindow
@@ -90,6 +92,11 @@ class Session:
         return message
 
 
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_plug, "_LATE_S", 0.04)
+
+
 def test_each_reads_what_it_wants() -> None:
     session = Session()
     # Of a prompt of twenty the record reads the last eight, the drafter four.
@@ -132,6 +139,7 @@ def test_features_of_several_windows_in_one_message() -> None:
     assert session.answer.positions == [*begun, 20, 21, 22]
 
 
+@pytest.mark.usefixtures("short_waits")
 async def test_a_record_ends_with_what_came_behind_the_last_verdict() -> None:
     session = Session()
     session.go(session.generation.prefill(16), ())
@@ -146,11 +154,12 @@ async def test_a_record_ends_with_what_came_behind_the_last_verdict() -> None:
     assert session.answer.positions == list(range(21))
     # Once only, and nothing after it.
     session.answer.ended_with = None
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.08)
     assert session.answer.ended_with is None
     assert session.plug.sessions == {}
 
 
+@pytest.mark.usefixtures("short_waits")
 async def test_a_record_does_not_wait_long_and_not_for_a_lost_ring() -> None:
     session = Session()
     plan = session.generation.prefill(20)
@@ -158,7 +167,7 @@ async def test_a_record_does_not_wait_long_and_not_for_a_lost_ring() -> None:
     session.judge(window_id, plan, (30,))
     session.features.detach()
     assert session.answer.ended_with is None
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.08)
     assert session.answer.ended_with == (*PROMPT, 30)
     session = Session()
     plan = session.generation.prefill(20)
