@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mesh.cli import draft_record, draft_tuning
+from mesh.cli import draft_begin, draft_record, draft_tuning
 from mesh.cli.shared_options import int_option, local_model
 from mesh.requantize import QUANT_TYPES, requantise
 from mesh.util.printable import say
@@ -29,7 +29,7 @@ def draft() -> None:
 
 
 draft.add_command(draft_record.record)
-draft.add_command(draft_tuning.begin)
+draft.add_command(draft_begin.begin)
 draft.add_command(draft_tuning.tune)
 draft.add_command(draft_tuning.report)
 

@@ -63,12 +63,21 @@ def settle(outcome: TuneOutcome, output: Path, target: Path) -> Path:
     return path
 
 
-def _in_process(function: Callable[..., Any], job: TuneJob | MeasureJob, progress: Progress) -> Any:
+def require_torch() -> None:
+    """Check that torch is installed.
+
+    Raises:
+        ModelError: If it is missing, with the remedy.
+    """
     if importlib.util.find_spec("torch") is None:
         raise ModelError(
             "drafters are trained and measured with the package torch: pip install 'spanmesh[tune]', see "
             "docs/installing.md for the build of it"
         )
+
+
+def _in_process(function: Callable[..., Any], job: TuneJob | MeasureJob, progress: Progress) -> Any:
+    require_torch()
     try:
         return call(function, job, progress=progress)
     except ProcessEnded as ended:
