@@ -1,4 +1,4 @@
-"""What `mesh draft tune` learns and measures: recordings, and prompts whose answers are recorded first."""
+"""Sources of `mesh draft tune`: recordings, and prompts whose answers are recorded first."""
 
 from __future__ import annotations
 

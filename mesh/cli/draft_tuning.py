@@ -1,8 +1,7 @@
-"""`mesh draft tune` and `mesh draft report`."""
+"""`mesh draft tune`."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -10,47 +9,30 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from mesh.cli.draft_record import answer_options
+from mesh.cli.draft_report import REPORT_HELP, device_options, links_option, publish, sections_on
 from mesh.cli.options import options_of
-from mesh.cli.shared_options import float_option, int_option, local_model, option_group
+from mesh.cli.shared_options import float_option, int_option, local_model
 from mesh.options.host import HeadOptions
 from mesh.util.printable import say
 from mesh.util.terminal import progress_bars
 from spanmesh_proto.errors import ModelError
-from stages.files import write_atomically
 
 if TYPE_CHECKING:
-    from mesh.tuning.jobs import MeasureJob, TuneOutcome
-    from mesh.tuning.report import ReportSection
+    from mesh.tuning.jobs import TuneOutcome
 
 _PATH: Final = click.Path(path_type=Path)
-_TARGET_HELP: Final = "The model that was recorded: a GGUF file or hf:org/repo:QUANT."
-_REPORT_HELP: Final = "Folder for report.md and report.json."
-
-device_options: Final = option_group(
-    int_option(
-        "--torch-threads", "threads", default=1, most=1024, metavar="N", help="Threads on a processor."
-    ),
-    click.option(
-        "--device",
-        default="cpu",
-        show_default=True,
-        metavar="NAME",
-        help="Where torch computes: cpu, cuda, cuda:1.",
-    ),
-)
-links_option: Final = int_option(
-    "--links",
-    default=3,
-    least=2,
-    most=1024,
-    metavar="N",
-    help="Links that a window crosses: one more than stages.",
-)
 
 
 @click.command()
 @click.argument("learned", nargs=-1, required=True, metavar="PROMPTS|own:N|FOLDER...")
-@click.option("--for", "target", type=_PATH, required=True, metavar="MODEL", help=_TARGET_HELP)
+@click.option(
+    "--for",
+    "target",
+    type=_PATH,
+    required=True,
+    metavar="MODEL",
+    help="The model: a GGUF file or hf:org/repo:QUANT.",
+)
 @click.option(
     "--from",
     "drafter",
@@ -85,7 +67,7 @@ links_option: Final = int_option(
 @device_options
 @int_option("--seed", default=0, least=0, metavar="N", help="Number of the order of answers.")
 @links_option
-@click.option("--report", "report_folder", type=_PATH, metavar="DIR", help=_REPORT_HELP)
+@click.option("--report", "report_folder", type=_PATH, metavar="DIR", help=REPORT_HELP)
 @click.option("--resume", is_flag=True, help="Go on with the unfinished run of OUT.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -128,7 +110,7 @@ def tune(
     from mesh.tuning.jobs import Device, MeasureJob, Schedule, TuneJob  # noqa: PLC0415
     from mesh.tuning.regenerate import Wanted  # noqa: PLC0415
     from mesh.tuning.report import as_markdown  # noqa: PLC0415
-    from mesh.tuning.tuner import require_torch, settle  # noqa: PLC0415
+    from mesh.tuning.tuner import require_ready, settle  # noqa: PLC0415
     from mesh.tuning.tuner import tune as tuned  # noqa: PLC0415
 
     model = local_model(target).path
@@ -138,7 +120,7 @@ def tune(
     if output.exists() and not force:
         raise ModelError(f"{output} exists: name another file, or replace it with --force")
     size = _vocabulary(vocabulary)
-    require_torch()
+    require_ready(output, is_resumed=resume)
     made = output.with_name(f"{output.name}.recording")
     sources = sources_of(learned, measured, made)
     folders = tuple(source.folder for source in sources)
@@ -162,9 +144,9 @@ def tune(
         outcome = tuned(job, lambda label, share: bar(share, label))
     path = settle(outcome, output, model)
     is_rejected = path != output
-    sections = _sections(MeasureJob(folders, model, (start, path), job.device), links)
+    sections = sections_on(MeasureJob(folders, model, (start, path), job.device), links)
     fields = {"file": str(path), "is_rejected": is_rejected, **_fields(outcome)}
-    _publish(
+    publish(
         as_markdown(f"{output.name}, tuned", sections, [_told(outcome)]),
         {**fields, "sections": [each.as_dict() for each in sections]},
         report_folder,
@@ -179,83 +161,6 @@ def tune(
         )
     if not as_json:
         say(f"{output}: {serving_command(model, output)}")
-
-
-@click.command()
-@click.argument("folders", type=_PATH, nargs=-1, required=True, metavar="FOLDER...")
-@click.option("--for", "target", type=_PATH, required=True, metavar="MODEL", help=_TARGET_HELP)
-@click.option(
-    "--drafter",
-    "drafters",
-    type=_PATH,
-    multiple=True,
-    required=True,
-    metavar="FILE",
-    help="A drafter, as often as there are some; gains are over the first.",
-)
-@device_options
-@links_option
-@click.option("-o", "--output", type=_PATH, metavar="DIR", help=_REPORT_HELP)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def report(
-    folders: tuple[Path, ...],
-    target: Path,
-    drafters: tuple[Path, ...],
-    *,
-    threads: int,
-    device: str,
-    links: int,
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    """Compare drafters on recorded answers of MODEL.
-
-    Each FOLDER is a recording of `mesh draft record`. Prompts from which one of the drafters has learned are
-    left out. Tokens a second are computed from times on this host.
-    """
-    from mesh.tuning.jobs import Device, MeasureJob  # noqa: PLC0415 - keeps --help quick
-    from mesh.tuning.report import as_markdown  # noqa: PLC0415
-
-    model = local_model(target).path
-    files = tuple(local_model(path).path for path in drafters)
-    sections = _sections(MeasureJob(folders, model, files, Device(device, threads)), links)
-    if not sections:
-        raise ModelError(
-            f"{', '.join(map(str, folders))}: no answer is long enough and to a prompt from which no drafter "
-            "has learned; record other prompts"
-        )
-    text = as_markdown(f"Drafters for {model.name}", sections)
-    _publish(text, [section.as_dict() for section in sections], output, as_json=as_json)
-
-
-def _sections(job: MeasureJob, num_links: int) -> list[ReportSection]:
-    """What drafters are worth on each of some recordings, with times on this host."""
-    from mesh.tuning.report import sections_of  # noqa: PLC0415 - keeps --help quick
-    from mesh.tuning.row_times import ring_times  # noqa: PLC0415
-    from mesh.tuning.tuner import measure_drafters  # noqa: PLC0415
-
-    with progress_bars() as bars:
-        bar = bars.add("measuring")
-        found = measure_drafters(job, lambda label, share: bar(share, label))
-    times = ring_times(job.target, job.drafters, num_links - 1)
-    sections: list[ReportSection] = []
-    for folder in found:
-        notes = []
-        if folder.num_learned:
-            notes.append(f"{folder.num_learned} answers to prompts that a drafter has learned are left out.")
-        if folder.num_dropped:
-            notes.append(f"{folder.num_dropped} conversations are damaged and left out.")
-        sections += sections_of(folder.folder.name, folder.drafters, times, notes)
-    return sections
-
-
-def _publish(text: str, fields: Any, folder: Path | None, *, as_json: bool) -> None:
-    """Print a report, and write it into a folder if one is wanted."""
-    written = json.dumps(fields, indent=2)
-    if folder is not None:
-        write_atomically(folder / "report.md", text)
-        write_atomically(folder / "report.json", written + "\n")
-    say(written if as_json else text)
 
 
 def _fields(outcome: TuneOutcome) -> dict[str, Any]:
