@@ -53,7 +53,7 @@ _PATH: Final = click.Path(path_type=Path)
 @options_of(HeadOptions, "record_bytes")
 @int_option("--passes", default=3, most=100, metavar="N", help="How often each answer is learned.")
 @float_option(
-    "--minutes", default=60.0, metavar="N", help="Longest time; more is learned later with --resume."
+    "--minutes", default=60.0, metavar="N", help="Longest time of learning; it goes on later with --resume."
 )
 @int_option("--ttt", default=3, most=8, metavar="N", help="Tokens in a row that it learns to draft.")
 @int_option("--batch", default=4, most=256, metavar="N", help="Answers that are learned together.")
