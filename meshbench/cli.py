@@ -46,7 +46,7 @@ _QUICK_TOKENS = 24
 _MODES: tuple[SpeculationMode, ...] = ("ngram", "draft", "auto", "replay")
 # Parameters of the hosts and of the meshes that are started on them.
 _LAB_ONLY: Final = (
-    *("preset", "delays_ms", "replay_rates", "num_threads", "draft_model", "draft_type", "exact"),
+    *("preset", "delays_ms", "replay_rates", "num_threads", "draft_models", "draft_type", "exact"),
     *("with_rpc", "against", "logs"),
 )
 _IMPORTED_WHEN_CALLED: Final = {
@@ -210,7 +210,12 @@ bench.add_command(net)
 )
 @threads_option
 @click.option(
-    "--draft", "draft_model", type=FILE, help="GGUF file of the draft model; made from MODEL unless given."
+    "--draft",
+    "draft_models",
+    type=FILE,
+    multiple=True,
+    help="GGUF file of the draft model; made from MODEL unless given. Of two, --preset features measures the "
+    "second over the first, in turn.",
 )
 @click.option(
     "--draft-type",
@@ -248,7 +253,7 @@ def spec(
     num_tokens: int,
     per_workload: int,
     context_words: int,
-    draft_model: Path | None,
+    draft_models: tuple[Path, ...],
     draft_type: str,
     with_rpc: bool | None,
     **given: Any,
@@ -282,8 +287,13 @@ def spec(
         raise click.UsageError(
             f"--preset {preset} uses Spec-Bench's questions: name their file with --spec-bench"
         )
-    if preset == "features" and draft_model is None:
+    if preset == "features" and not draft_models:
         raise click.UsageError("--preset features measures a drafter: name its file with --draft")
+    if len(draft_models) > 1 and (preset != "features" or len(draft_models) > 2 or given["against"]):
+        raise click.UsageError(
+            "two drafters, and no more, are compared with --preset features, without --against"
+        )
+    *others, draft_model = map(Path.resolve, draft_models) if draft_models else (None,)
     questions: dict[str, Any] = {
         "preset": "quick" if quick else preset,
         "spec_bench": spec_bench,
@@ -302,6 +312,7 @@ def spec(
         SpecOptions(
             model=model or demo_model(),
             draft_model=draft_model,
+            other_draft=others[0] if others else None,
             draft_type=None if draft_type == "none" else draft_type,
             with_rpc=preset == "acceptance" if with_rpc is None else with_rpc,
             **questions,

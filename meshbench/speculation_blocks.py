@@ -16,9 +16,12 @@ from meshbench.speculation_features import WITH_FEATURES
 from meshbench.speculation_results import (
     AUTO,
     DRAFT,
+    MESH,
+    OFF,
     OFF_AGAIN,
     REPLAY,
     WITH_RATES,
+    pairs_with_checkout,
     pairs_with_off,
 )
 from meshbench.speculation_workloads import is_degenerate
@@ -90,6 +93,31 @@ def paired_lines(samples: Iterable[Sample]) -> tuple[Line, ...]:
             where = f"over off, {delay_ms:g} ms"
             lines.append(_line(f"off again ({server}) {where}", here, OFF_AGAIN.name, None))
             lines += [_line(f"{title} {where}", here, setting, floor) for setting, title in settings.items()]
+    return tuple(lines)
+
+
+def compared_lines(samples: Sequence[Sample], own: str, other: str) -> tuple[Line, ...]:
+    """Two drafters in paired rounds: each over plain decoding of its own mesh, and the one over the other.
+
+    Args:
+        samples: All that were measured.
+        own: Name of the drafter of the mesh under test.
+        other: Name of the other mesh, and of its drafter.
+    """
+    together = pairs_with_checkout(samples)
+    lines = []
+    for delay_ms in sorted({delay_ms for _, delay_ms, _ in together}):
+        at = f"{delay_ms:g} ms"
+        # Of plain decoding it shows how alike the two meshes are.
+        for setting, title in ((OFF.name, "off"), *_SETTINGS[WITH_FEATURES].items()):
+            pairs = together.get((other, delay_ms, setting), [])
+            lines.append(_line(f"{title}: {own} over {other}, {at}", pairs, setting, None))
+        for name, system in ((other, other), (own, MESH)):
+            here = [pair for pair in pairs_with_off(samples, system) if pair.other.delay_ms == delay_ms]
+            lines += [
+                _line(f"{title}: {name} over off, {at}", here, setting, None)
+                for setting, title in _SETTINGS[WITH_FEATURES].items()
+            ]
     return tuple(lines)
 
 

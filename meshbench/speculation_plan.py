@@ -95,6 +95,16 @@ class ConcurrentTrial:
 
 
 @dataclass(frozen=True)
+class OtherServer:
+    """A mesh that answers the same questions, in turn with that of its phase."""
+
+    name: str
+    """For tables."""
+    options: tuple[str, ...]
+    """Of `mesh serve`."""
+
+
+@dataclass(frozen=True)
 class Phase:
     """A mesh, started once, with its phases."""
 
@@ -106,6 +116,8 @@ class Phase:
     """In order."""
     concurrent_trials: tuple[ConcurrentTrial, ...] = ()
     """After the trials."""
+    beside: OtherServer | None = None
+    """Measured in turn with it, if anything is."""
 
     @property
     def replays(self) -> bool:
@@ -121,6 +133,8 @@ class ServeOptions:
     """A GGUF for the draft proposer, or None to go without."""
     exact: bool = False
     """Numeric mode."""
+    other_draft: Path | None = None
+    """A drafter that the draft proposer is compared with, or None."""
     draft_max: int = _DRAFT_MAX
     """Of `mesh serve`."""
 
@@ -269,6 +283,8 @@ def drafter_plan(
 ) -> tuple[Phase, ...]:
     """What a drafter that reads hidden states is worth: of blocks `paired_plan`, of others `features_plan`.
 
+    Of two drafters `compared_plan`.
+
     Args:
         workloads: All of them, with two questions of each category.
         serve: With the drafter as its draft model.
@@ -281,13 +297,19 @@ def drafter_plan(
         InvalidModel: If there is no drafter, or it is for another model.
     """
     published = None if serve.draft_model is None else published_rates(serve.draft_model, target)
-    if published is None:
+    if published is None and serve.other_draft is None:
         plan = features_plan(workloads, serve, rates or _GOOD_RATES)
         return narrowed(plan, delays_ms=delays_ms, workloads=names)
     usual = [name for name in (*CHAT, *CODING) if name in workloads]
     categories = [workload.name for workload in workloads.values() if workload.source == SPEC_BENCH]
     chosen = choose(dict(workloads), names or usual or categories)
-    return narrowed(paired_plan(chosen, serve, rates or published), delays_ms=delays_ms, workloads=())
+    if serve.other_draft is not None:
+        # Another model's is refused before anything is started.
+        published_rates(serve.other_draft, target)
+        plan = compared_plan(chosen, serve, serve.other_draft)
+    else:
+        plan = paired_plan(chosen, serve, rates or published or ())
+    return narrowed(plan, delays_ms=delays_ms, workloads=())
 
 
 def paired_plan(
@@ -304,8 +326,7 @@ def paired_plan(
         serve: With the drafter as its draft model.
         rates: See `replay-rates` of `mesh serve --set`.
     """
-    questions = _in_turn(workloads)[:_NUM_PAIRED_ROUNDS]
-    paired = replace(workloads[0], name=PAIRED, questions=questions)
+    paired = _paired(workloads)
     drafter = replace(serve, draft_max=_FEATURES_DRAFT_MAX)
     replayed = replace(serve, draft_max=len(rates))
     given = f"replay-rates={','.join(f'{rate:g}' for rate in rates)}"
@@ -321,6 +342,22 @@ def paired_plan(
             trials(OFF_AGAIN, REPLAY),
         ),
     )
+
+
+def compared_plan(workloads: Sequence[Workload], serve: ServeOptions, other: Path) -> tuple[Phase, ...]:
+    """What a drafter is worth beside another one: about six minutes with 40 tokens an answer.
+
+    At each delay ten questions, each under `off` and the drafters' settings, by two meshes in turn.
+
+    Args:
+        workloads: Their questions are taken in turn.
+        serve: With the drafter as its draft model.
+        other: What it is compared with.
+    """
+    drafter = replace(serve, draft_max=_FEATURES_DRAFT_MAX)
+    beside = OtherServer(other.name, replace(drafter, draft_model=other).of("auto"))
+    trials = (Trial(delay_ms, _paired(workloads), (AUTO, DRAFT)) for delay_ms in _PAIRED_DELAYS_MS)
+    return (Phase(WITH_FEATURES, drafter.of("auto"), tuple(trials), beside=beside),)
 
 
 def features_plan(
@@ -466,6 +503,11 @@ def _in_turn(workloads: Sequence[Workload]) -> tuple[Question, ...]:
     """The first question of each, then the second of each, and so on."""
     found = zip_longest(*(workload.questions for workload in workloads))
     return tuple(question for each in found for question in each if question is not None)
+
+
+def _paired(workloads: Sequence[Workload]) -> Workload:
+    """As many questions as there are paired rounds."""
+    return replace(workloads[0], name=PAIRED, questions=_in_turn(workloads)[:_NUM_PAIRED_ROUNDS])
 
 
 def _mixed(workloads: Sequence[Workload]) -> Workload:

@@ -20,7 +20,7 @@ from meshbench.report_tools import (
     save_figure,
 )
 from meshbench.speculation_acceptance import acceptance_lines, closeness, recommend
-from meshbench.speculation_blocks import drafting_table, paired_lines
+from meshbench.speculation_blocks import compared_lines, drafting_table, paired_lines
 from meshbench.speculation_features import chat_beside_raw, depths_table, features_lines
 from meshbench.speculation_results import (
     LLAMA_RPC,
@@ -55,9 +55,12 @@ def speculation_report(results: Results, *, categories: Collection[str], preset:
     lines: list[Line] = []
     if preset == "acceptance":
         lines += acceptance_lines(results.samples, rows, results.groups, categories)
+    elif preset == "features" and (other := results.conditions.other_draft) is not None:
+        lines += compared_lines(results.samples, results.conditions.draft_model or "", other)
     elif preset == "features":
         lines += paired_lines(results.samples) or features_lines(results.samples, categories)
-    lines += _over_checkout(results)
+    if results.conditions.other_draft is None:
+        lines += _over_checkout(results)
     return Report(
         title="Speculation, measured",
         sections=_sections(results, rows, lines),
@@ -143,9 +146,10 @@ def _mesh(found: RunConditions) -> str:
     if found.url is not None:
         stages = "; ".join(found.placement)
         return f"{found.model} as served at {found.url}, {found.num_stages} stages: {stages}."
+    beside = f" beside {found.other_draft}" if found.other_draft else ""
     return (
-        f"{found.model}, draft model {found.draft_model or 'none'}, {found.num_stages} stage hosts and a "
-        f"head without layers, {found.num_threads} thread(s) per stage,"
+        f"{found.model}, draft model {found.draft_model or 'none'}{beside}, {found.num_stages} stage hosts "
+        f"and a head without layers, {found.num_threads} thread(s) per stage,"
     )
 
 

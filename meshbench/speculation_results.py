@@ -180,6 +180,8 @@ class RunConditions:
     """Where the mesh is; None in the lab."""
     placement: tuple[str, ...] = ()
     """Host and layers of each stage of a mesh behind a URL."""
+    other_draft: str | None = None
+    """File name of the drafter that the draft model is compared with, if there is one."""
 
 
 @dataclass
@@ -398,16 +400,16 @@ def median_ratio(groups: Sequence[ConcurrentRequests], num_at_once: int, setting
     return median(found) if found else None
 
 
-def pairs_with_off(samples: Iterable[Sample]) -> tuple[Pair, ...]:
-    """Each answer of the mesh under a setting, with the answer under `off` of the same turn."""
-    turns = _by_turn(samples)
+def pairs_with_off(samples: Iterable[Sample], system: str = MESH) -> tuple[Pair, ...]:
+    """Each answer of a mesh under a setting, with its answer under `off` of the same turn."""
+    turns = _by_turn(sample for sample in samples if sample.system == system)
     return tuple(
         Pair(off, sample)
         for turn in turns
         for off in turn
-        if is_off(off)
+        if off.setting == OFF.name
         for sample in turn
-        if sample.system == MESH and not is_off(sample)
+        if sample.setting != OFF.name
     )
 
 

@@ -106,6 +106,8 @@ class SpecOptions(QuestionOptions):
     """A GGUF."""
     draft_model: Path | None
     """A GGUF for the draft proposer; None makes one from the model."""
+    other_draft: Path | None
+    """A drafter that it is compared with, or None."""
     draft_type: str | None
     """Type of its weights, if it is made; None goes without a draft model."""
     delays_ms: tuple[float, ...]
@@ -146,7 +148,8 @@ def run_spec(options: SpecOptions) -> Report:
     with ExitStack() as stack:
         logs = stack.enter_context(logs_folder(options.logs))
         draft_model = _draft_model(options, logs)
-        phases = _plan(options, workloads, chosen, ServeOptions(draft_model, options.exact))
+        serve = ServeOptions(draft_model, options.exact, other_draft=options.other_draft)
+        phases = _plan(options, workloads, chosen, serve)
         if options.against is not None:
             phases = without_replay(phases)
         results = Results(_conditions(options, draft_model))
@@ -158,7 +161,8 @@ def run_spec(options: SpecOptions) -> Report:
             ctx_size=_CTX_SIZE + round(WORD_TOKENS * options.context_words),
             against=options.against,
         )
-        shared = [logs, options.model.resolve().parent, *([draft_model.parent] if draft_model else [])]
+        files = [path for path in (options.model, draft_model, options.other_draft) if path is not None]
+        shared = [logs, *(path.resolve().parent for path in files)]
         programs = build_llama_rpc() if options.with_rpc else None
         lab = stack.enter_context(Lab(_NUM_STAGES + 1, shared=shared))
         client = stack.enter_context(LoadClient(lab))
@@ -348,6 +352,7 @@ def _conditions(options: SpecOptions, draft_model: Path | None) -> RunConditions
         processor=processor_name(),
         num_cores=num_usable(),
         software=f"spanmesh {SOFTWARE_VERSION}, llama-cpp-python {version('llama-cpp-python')}",
+        other_draft=None if options.other_draft is None else options.other_draft.name,
     )
 
 

@@ -337,18 +337,23 @@ class Runner:
         """
         log.info("phase", server=phase.server, trials=len(phase.trials), crowds=len(phase.concurrent_trials))
         # A draft model that was made for this run is gone after it, and folders are this machine's.
-        self._results.servers[phase.server] = tuple(_without_folder(option) for option in phase.options)
+        self._results.servers[phase.server] = tuple(map(_without_folder, phase.options))
         folder = self._logs / phase.server.replace(" ", "-")
-        folder.mkdir(parents=True, exist_ok=True)
-        options = [*phase.options, "--ctx-size", str(self._options.ctx_size)]
+        options = list(phase.options)
         if phase.replays:
             options += ["--set", f"replay-file={self._replay.path}"]
         mesh = self._mesh(options, folder)
+        beside: MeshSystem | None = None
+        if phase.beside is not None:
+            self._results.servers[phase.beside.name] = tuple(map(_without_folder, phase.beside.options))
+            beside = self._mesh(phase.beside.options, folder / "beside", name=phase.beside.name)
+        elif self._options.against is not None:
+            beside = self._mesh(options, folder / "against", checkout=self._options.against)
         other: OtherMesh | None = None
         try:
             self._lab.set_delay_ms(0.0)
-            if self._options.against is not None:
-                other = OtherMesh(mesh, self._under_test(self._mesh(options, folder, self._options.against)))
+            if beside is not None:
+                other = OtherMesh(mesh, self._under_test(beside))
                 other.mesh.system.start()
                 other.mesh.system.pause()
             mesh.start()
@@ -363,19 +368,20 @@ class Runner:
         if other is not None:
             other.mesh.system.kill()
 
-    def _mesh(self, options: Sequence[str], folder: Path, checkout: Path | None = None) -> MeshSystem:
-        if checkout is not None:
-            folder /= "against"
-            folder.mkdir(exist_ok=True)
+    def _mesh(
+        self, options: Sequence[str], folder: Path, *, checkout: Path | None = None, name: str | None = None
+    ) -> MeshSystem:
+        folder.mkdir(parents=True, exist_ok=True)
         return MeshSystem(
             self._lab,
             self._options.model,
             folder,
             num_threads=self._options.num_threads,
             split=self._options.split,
-            options=options,
+            options=[*options, "--ctx-size", str(self._options.ctx_size)],
             api_key=self._api_key,
             checkout=checkout,
+            name=name,
         )
 
     def _under_test(self, mesh: MeshSystem) -> LabMesh:

@@ -13,7 +13,14 @@ import click
 from mesh.cli.head_client import ask_head
 from mesh.cli.options import arguments_of, options_of
 from mesh.cli.own_mesh import own_mesh
-from mesh.cli.shared_options import float_option, head_options, int_option, key_of, local_model
+from mesh.cli.shared_options import (
+    float_option,
+    head_options,
+    int_option,
+    key_of,
+    local_model,
+    option_group,
+)
 from mesh.options.host import HeadOptions
 from mesh.status import read_status
 from mesh.util.printable import say
@@ -21,11 +28,19 @@ from mesh.util.terminal import progress_bars
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mesh.status import RecordingStatus
     from mesh.tuning.prompts import OwnPrompts, Prompt
     from mesh.tuning.regenerate import Regenerated, Wanted
 
 _SHOWN_REASONS: Final = 3
+
+answer_options: Final = option_group(
+    float_option("--temperature", default=0.7, most=2.0, metavar="T", help="Temperature of the answers."),
+    int_option("--max-tokens", default=512, metavar="N", help="Limit of tokens of an answer."),
+    options_of(HeadOptions, "parallel"),
+)
 
 
 @click.command()
@@ -47,10 +62,9 @@ _SHOWN_REASONS: Final = 3
     help="Serve this model for the time: a GGUF file or hf:org/repo:QUANT; the mesh at --url unless given.",
 )
 @head_options
-@float_option("--temperature", default=0.7, most=2.0, metavar="T", help="Temperature of the answers.")
-@int_option("--max-tokens", default=512, metavar="N", help="Limit of tokens of an answer.")
+@answer_options
 @click.option("--raw", "is_raw", is_flag=True, help="Continue each prompt as it stands, without a template.")
-@options_of(HeadOptions, "parallel", "draft_path", "tap_layers", "record_bytes")
+@options_of(HeadOptions, "draft_path", "tap_layers", "record_bytes")
 def record(
     prompts: str,
     folder: Path,
@@ -75,29 +89,57 @@ def record(
     from mesh.tuning.regenerate import Wanted  # noqa: PLC0415
 
     found = read_prompts(prompts, Path(prompts), is_raw=is_raw)
-    key = key_of(api_key_file)
-    with ExitStack() as stack:
-        if model is not None:
-            options = arguments_of(
-                HeadOptions,
-                parallel=parallel,
-                draft_path=None if draft_path is None else local_model(draft_path).path,
-                record_path=folder.absolute(),
-                record_bytes=record_bytes,
-                tap_layers=tap_layers,
-            )
-            log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "mesh-serve.log"
-            mesh = own_mesh([str(local_model(model).path), *options], log, what=f"the mesh of {model}")
-            url = stack.enter_context(mesh).url
-        elif draft_path is not None or tap_layers or record_bytes is not None:
-            raise click.UsageError(
-                "drafter, layers and limit are those of the mesh that records: name them with --for MODEL"
-            )
+    wanted = Wanted(temperature, max_tokens, parallel, is_raw=is_raw)
+    if model is not None:
+        options = arguments_of(
+            HeadOptions,
+            draft_path=None if draft_path is None else local_model(draft_path).path,
+            record_bytes=record_bytes,
+            tap_layers=tap_layers,
+        )
+        result = record_by_own_mesh(local_model(model).path, found, folder, wanted, options)
+    elif draft_path is not None or tap_layers or record_bytes is not None:
+        raise click.UsageError(
+            "drafter, layers and limit are those of the mesh that records: name them with --for MODEL"
+        )
+    else:
         url = url.rstrip("/").removesuffix("/v1")
-        _require_recorded(url, key, folder)
-        wanted = Wanted(temperature, max_tokens, parallel, is_raw=is_raw)
-        result = asyncio.run(_regenerated(url, key, folder, found, wanted))
-    _tell(result, folder)
+        result = _record(url, key_of(api_key_file), folder, found, wanted)
+    tell(result, folder)
+
+
+def record_by_own_mesh(
+    model: Path,
+    prompts: Sequence[Prompt] | OwnPrompts,
+    folder: Path,
+    wanted: Wanted,
+    options: Sequence[str],
+) -> Regenerated:
+    """Record answers of a model that is served for the time.
+
+    Args:
+        model: Its file.
+        prompts: What is asked.
+        folder: The recording.
+        wanted: How answers are asked for.
+        options: Of `mesh serve`, such as `--tap-layers`.
+
+    Raises:
+        MeshError: If it cannot be served, or the folder is another recording.
+    """
+    with ExitStack() as stack:
+        served = arguments_of(HeadOptions, parallel=wanted.num_parallel, record_path=folder.absolute())
+        log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "mesh-serve.log"
+        mesh = own_mesh([str(model), *served, *options], log, what=f"the mesh of {model}")
+        return _record(stack.enter_context(mesh).url, None, folder, prompts, wanted)
+
+
+def _record(
+    url: str, key: str | None, folder: Path, prompts: Sequence[Prompt] | OwnPrompts, wanted: Wanted
+) -> Regenerated:
+    """Answers of the mesh at a URL, which has to record into the folder."""
+    _require_recorded(url, key, folder)
+    return asyncio.run(_regenerated(url, key, folder, prompts, wanted))
 
 
 def _require_recorded(url: str, key: str | None, folder: Path) -> None:
@@ -121,13 +163,13 @@ def _require_recorded(url: str, key: str | None, folder: Path) -> None:
 
 
 async def _regenerated(
-    url: str, key: str | None, folder: Path, prompts: list[Prompt] | OwnPrompts, wanted: Wanted
+    url: str, key: str | None, folder: Path, prompts: Sequence[Prompt] | OwnPrompts, wanted: Wanted
 ) -> Regenerated:
     from mesh.tuning.recording_folder import recorded_prompts  # noqa: PLC0415 - keeps --help quick
     from mesh.tuning.regenerate import ChatServer, Regeneration  # noqa: PLC0415
 
     with progress_bars() as bars:
-        bar = bars.add("recording answers")
+        bar = bars.add(f"recording answers in {folder.name}")
         async with ChatServer(url, key) as server:
             regeneration = Regeneration(
                 server, wanted, recorded_prompts(folder), lambda done, total: bar(done / total)
@@ -135,8 +177,9 @@ async def _regenerated(
             return await regeneration.run(prompts)
 
 
-def _tell(result: Regenerated, folder: Path) -> None:
+def tell(result: Regenerated, folder: Path, *, err: bool = False) -> None:
+    """Say what was recorded, on standard error if `err`, and there what was refused."""
     known = f"; {result.num_known} prompts had been recorded before" if result.num_known else ""
-    say(f"{folder}: {result.num_answers} answers of {result.num_tokens:,} tokens recorded{known}")
+    say(f"{folder}: {result.num_answers} answers of {result.num_tokens:,} tokens recorded{known}", err=err)
     for reason, count in result.refused.most_common(_SHOWN_REASONS):
         say(f"{count} prompts were left out: {reason}", err=True)

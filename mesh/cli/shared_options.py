@@ -285,8 +285,9 @@ def _words(param: click.Parameter, value: Any) -> Iterator[str]:
     elif param.is_flag:
         yield param.secondary_opts[0] if param.secondary_opts and not value else param.opts[0]
     else:
-        yield param.opts[-1]
-        yield _text(value)
+        for each in value if param.multiple else (value,):
+            yield param.opts[-1]
+            yield _text(each)
 
 
 def _text(value: Any) -> str:

@@ -75,7 +75,8 @@ def eagle3_beside(model: Path) -> Path:
         return found[0]
     among = f": {', '.join(path.name for path in found)}" if found else ""
     raise ModelError(
-        f"{len(found) or 'no'} EAGLE-3 drafters beside {model.name}{among}; name one to begin with by --from"
+        f"{len(found) or 'no'} EAGLE-3 drafters beside {model.name}{among}; name one to begin with by "
+        f"--from, or make one with `mesh draft begin {model} -o FILE`"
     )
 
 

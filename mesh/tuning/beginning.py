@@ -1,11 +1,13 @@
-"""A drafter to begin with: an untrained EAGLE-3 drafter of a model, from the model's last layer.
+"""A drafter to begin with: the demo's trained one for the demo's model, or an untrained EAGLE-3 drafter.
 
-Both halves of its attention, for tokens and for features, are the last layer's, and so is its feed-forward
-network; of the features the last one passes. It foretells next to nothing before it has learned.
+The untrained one is made of the model's last layer. Both halves of its attention, for tokens and for
+features, are that layer's, and so is its feed-forward network; of the features the last one passes. It
+foretells next to nothing before it has learned.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -16,21 +18,23 @@ from mesh.tuning.drafter_file import (
     Eagle3Shape,
     Eagle3Weights,
     TensorRows,
+    has_head_of,
     head_rows,
+    read_weights,
     write_new,
 )
-from spanmesh_proto.errors import UncuttableModel
+from spanmesh_proto.errors import ModelError, UncuttableModel
 from stages.gguf import Value, ValueType, read_header
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.tensor_names import OUTPUT_NORM
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from numpy.typing import NDArray
 
     from stages.gguf import GgufHeader
 
+DEMO_DRAFTER: Final = Path(__file__).parents[1] / "draft" / "smollm2-135m-eagle3.gguf"
+"""Drafter for SmolLM2-135M-Instruct, trained on that model's own answers."""
 # As llama.cpp's converter chooses them: the inputs of the third layer, the middle one, the last but two.
 _LEAST_LAYERS: Final = 6
 # Of matrices that the model's last layer does not have in this shape.
@@ -63,6 +67,23 @@ class _LastLayer:
     def _tensor(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
         tensor = self._header.tensors.get(name) or self._header.tensors.get(self._prefix + name)
         return None if tensor is None or tensor.shape != shape else TensorRows(self._header, tensor).rows()
+
+
+def is_of_demo(target: Path) -> bool:
+    """Whether the demo's drafter is a model's own: whether its head is the model's, quantisation apart.
+
+    Args:
+        target: The model's file.
+
+    Raises:
+        ModelError: If it is no model.
+    """
+    facts, header = read_model_facts(target), read_header(target)
+    try:
+        drafter = read_drafter(DEMO_DRAFTER, facts)
+    except ModelError:
+        return False
+    return has_head_of(read_weights(drafter, header), head_rows(header), facts.n_embd)
 
 
 def write_beginning(path: Path, target: Path, num_tokens: int, layers: tuple[int, ...] | None = None) -> None:

@@ -20,7 +20,7 @@ from spanmesh_proto.errors import ClusterError, Unauthorized
 from stages.tls import authorities_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 _RECORD: Final = "record"
 # Statuses that a server answers while it has no room, or still loads.
@@ -140,7 +140,7 @@ class Regeneration:
     Args:
         server: Answers, and records.
         wanted: How they are asked for.
-        recorded: Names of prompts that are recorded already, one for each answer.
+        recorded: As for `unrecorded`.
         on_prompt: Called after each prompt with how many of all are done.
     """
 
@@ -153,7 +153,7 @@ class Regeneration:
     ) -> None:
         self._server = server
         self._wanted = wanted
-        self._recorded = Counter(recorded)
+        self._recorded = tuple(recorded)
         self._on_prompt = on_prompt
         self._header: list[int] = []
         self._num_done = 0
@@ -167,8 +167,8 @@ class Regeneration:
         """
         if isinstance(prompts, OwnPrompts):
             self._header = await self._user_header()
-            prompts = [Prompt(f"own-{number}", ("",)) for number in range(prompts.count)]
-        left, num_prompts = deque(self._unknown(prompts)), len(prompts)
+        wanted = _listed(prompts)
+        left, num_prompts = deque(unrecorded(wanted, self._recorded)), len(wanted)
         self._num_done = self.result.num_known = num_prompts - len(left)
 
         async def work() -> None:
@@ -185,15 +185,6 @@ class Regeneration:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return self.result
-
-    def _unknown(self, prompts: Sequence[Prompt]) -> Iterator[Prompt]:
-        """Prompts of which an answer is missing; one that is listed twice is answered twice."""
-        for prompt in prompts:
-            if self._recorded[prompt.name] < len(prompt.turns):
-                self._recorded[prompt.name] = 0
-                yield prompt
-            else:
-                self._recorded[prompt.name] -= len(prompt.turns)
 
     async def _answered(self, prompt: Prompt) -> None:
         try:
@@ -248,6 +239,30 @@ class Regeneration:
         if not header:
             raise ClusterError("the model's chat template puts nothing before a user's turn: name prompts")
         return header
+
+
+def unrecorded(prompts: Sequence[Prompt] | OwnPrompts, recorded: Iterable[str]) -> list[Prompt]:
+    """Prompts of which an answer is missing; one that is listed twice is answered twice.
+
+    Args:
+        prompts: What is to be recorded.
+        recorded: Names of prompts that are recorded already, one for each answer.
+    """
+    left, found = Counter(recorded), []
+    for prompt in _listed(prompts):
+        if left[prompt.name] < len(prompt.turns):
+            left[prompt.name] = 0
+            found.append(prompt)
+        else:
+            left[prompt.name] -= len(prompt.turns)
+    return found
+
+
+def _listed(prompts: Sequence[Prompt] | OwnPrompts) -> Sequence[Prompt]:
+    """One by one; those that the model writes have no text yet."""
+    if isinstance(prompts, OwnPrompts):
+        return [Prompt(f"own-{number}", ("",)) for number in range(prompts.count)]
+    return prompts
 
 
 def _retry_after_s(response: httpx.Response) -> float:

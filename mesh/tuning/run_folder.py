@@ -49,16 +49,24 @@ class RunFolder:
     def __init__(self, output: Path) -> None:
         self.path = output.with_name(output.name + ".run")
 
+    def require_new(self) -> None:
+        """Check that there is no folder yet.
+
+        Raises:
+            ModelError: If there is one.
+        """
+        if self.path.exists():
+            raise ModelError(
+                f"{self.path} holds an unfinished run: go on with --resume, or remove the folder"
+            )
+
     def begin(self, settings: Mapping[str, Any]) -> None:
         """Make the folder for a new run.
 
         Raises:
             ModelError: If there is one already, or if it cannot be made.
         """
-        if self.path.exists():
-            raise ModelError(
-                f"{self.path} holds an unfinished run: go on with --resume, or remove the folder"
-            )
+        self.require_new()
         try:
             self.path.mkdir(mode=0o700, parents=True)
             write_private_file(self.path / _SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")

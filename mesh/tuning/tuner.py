@@ -63,12 +63,31 @@ def settle(outcome: TuneOutcome, output: Path, target: Path) -> Path:
     return path
 
 
-def _in_process(function: Callable[..., Any], job: TuneJob | MeasureJob, progress: Progress) -> Any:
+def require_ready(output: Path, *, is_resumed: bool) -> None:
+    """Check what would end a tuning at once, before anything is recorded for it.
+
+    Args:
+        output: As in `TuneJob`.
+        is_resumed: Likewise.
+
+    Raises:
+        ModelError: If torch is missing, or an unfinished run is in the way.
+    """
+    _require_torch()
+    if not is_resumed:
+        RunFolder(output).require_new()
+
+
+def _require_torch() -> None:
     if importlib.util.find_spec("torch") is None:
         raise ModelError(
             "drafters are trained and measured with the package torch: pip install 'spanmesh[tune]', see "
             "docs/installing.md for the build of it"
         )
+
+
+def _in_process(function: Callable[..., Any], job: TuneJob | MeasureJob, progress: Progress) -> Any:
+    _require_torch()
     try:
         return call(function, job, progress=progress)
     except ProcessEnded as ended:

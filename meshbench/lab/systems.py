@@ -211,6 +211,7 @@ class MeshSystem:
         addresses: Addresses that the hosts advertise, by default those of the lab.
         env: Variables besides the inherited ones.
         checkout: Its programs, in `.venv/bin`; by default those of this process.
+        name: For tables; by default told from the checkout. Another than `mesh` may run on the same hosts.
     """
 
     is_mesh = True
@@ -233,10 +234,11 @@ class MeshSystem:
         addresses: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
         checkout: Path | None = None,
+        name: str | None = None,
     ) -> None:
-        self.name = "mesh" if checkout is None else f"the mesh of {checkout.name}"
+        self.name = name or ("mesh" if checkout is None else f"the mesh of {checkout.name}")
         # Both may run on the same hosts.
-        self.port = 8000 if checkout is None else 8001
+        self.port = 8000 if self.name == "mesh" else 8001
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = COMMAND if checkout is None else str(command_of(checkout))
         self._lab = lab

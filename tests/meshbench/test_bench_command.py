@@ -153,6 +153,7 @@ def test_wrong_hang_ups_are_named(
             ),
             {
                 "draft_model": None,
+                "other_draft": None,
                 "draft_type": None,
                 "preset": "sweep",
                 "spec_bench": None,
@@ -192,6 +193,26 @@ def test_every_option_arrives(
     assert vars(arrived) == {"model": smollm2_path, **fields}
 
 
+def test_two_drafters_arrive(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, questions = (tmp_path / name for name in ("first.gguf", "second.gguf", "question.jsonl"))
+    for path in (first, second, questions):
+        path.touch()
+    named = ["--draft", str(first), "--draft", str(second)]
+    words = [
+        "bench",
+        "spec",
+        str(smollm2_path),
+        "--preset",
+        "features",
+        "--spec-bench",
+        str(questions),
+        *named,
+    ]
+    arrived = options_that_arrive("meshbench.speculation_run.run_spec", words, monkeypatch)
+    assert (arrived.other_draft, arrived.draft_model) == (first, second)
+    assert arrived.command.endswith("--draft first.gguf --draft second.gguf")
+
+
 def options_that_arrive(runner: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the command hands to the function of that name, which does not run."""
     arrived: list[Any] = []
@@ -223,6 +244,7 @@ def options_that_arrive(runner: str, arguments: list[str], monkeypatch: pytest.M
         ("stress", ["--model", "m"], "without --url, the address of a running mesh, leave out --model"),
         ("spec", ["--api-key-file", "keys"], "leave out --api-key-file"),
         ("stress", ["--url", "ftp://somewhere"], "'ftp://somewhere' is not an address"),
+        ("spec", ["--draft", __file__, "--draft", __file__], "are compared with --preset features"),
     ],
 )
 def test_options_of_a_lab_and_of_a_running_mesh_exclude_each_other(

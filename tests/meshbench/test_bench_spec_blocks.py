@@ -11,6 +11,7 @@ import pytest
 from mesh.text.tokenizer import Tokenizer
 from meshbench.speculation_blocks import (
     PAIRED,
+    compared_lines,
     conditional,
     drafting_table,
     paired_lines,
@@ -134,6 +135,29 @@ def test_paired_rounds_can_be_narrowed(workloads: dict[str, Workload], target: P
     assert {len(trial.workload.questions) for phase in phases for trial in phase.trials} == {8}
 
 
+def test_two_drafters_are_asked_in_turn(
+    workloads: dict[str, Workload], target: Path, drafter: Path, tmp_path: Path
+) -> None:
+    first = BlockDrafter(DrafterKind.DSPARK).write(target, tmp_path / "first.gguf")
+    serve = ServeOptions(drafter, other_draft=first)
+    (phase,) = drafter_plan(workloads, serve, (), target=target, delays_ms=(5.0, 20.0), names=("rag",))
+    assert phase.beside is not None
+    assert phase.options == ("--speculate", "auto", "--draft", str(drafter), "--draft-max", "8")
+    assert phase.beside.name == "first.gguf"
+    assert phase.beside.options == ("--speculate", "auto", "--draft", str(first), "--draft-max", "8")
+    assert [(trial.delay_ms, len(trial.workload.questions)) for trial in phase.trials] == [
+        (5.0, 8),
+        (20.0, 8),
+    ]
+    assert {setting.name for trial in phase.trials for setting in trial.settings} == {"auto", "draft"}
+    wide = TinyModel("qwen3", n_embd=128).write(tmp_path / "wide.gguf")
+    strange = BlockDrafter(DrafterKind.DSPARK).write(wide, tmp_path / "strange.gguf")
+    with pytest.raises(InvalidModel):
+        drafter_plan(
+            workloads, ServeOptions(drafter, other_draft=strange), (), target=target, delays_ms=(), names=()
+        )
+
+
 def test_drafters_of_single_tokens_have_the_long_plan(workloads: dict[str, Workload], target: Path) -> None:
     phases = plan(workloads, target, None, names=("writing",))
     assert {trial.workload.name for phase in phases for trial in phase.trials} == {"writing"}
@@ -186,6 +210,26 @@ def test_answers_in_circles_do_not_count() -> None:
     line = lines(samples)["drafts of given acceptance over off, 5 ms"]
     assert line.measured == pytest.approx(1.2)
     assert line.note.endswith("in 2 rounds")
+
+
+def test_two_drafters_are_compared_in_their_turns() -> None:
+    where: dict[str, Any] = {"workload": PAIRED, "delay_ms": 20.0, "server": WITH_FEATURES}
+    samples = [
+        sample(turn, setting, rate, system=system, **where)
+        for turn in range(3)
+        for system, off, draft in (("mesh", 10.0, 15.0 + turn), ("old.gguf", 20.0, 24.0))
+        for setting, rate in (("off", off), ("draft", draft))
+    ]
+    found = {line.title: line for line in compared_lines(samples, "new.gguf", "old.gguf")}
+    over = found["drafter alone: new.gguf over old.gguf, 20 ms"]
+    assert over.measured == pytest.approx((15 * 16 * 17) ** (1 / 3) / 24)
+    assert over.note.endswith("in 3 rounds")
+    assert found["off: new.gguf over old.gguf, 20 ms"].measured == pytest.approx(0.5)
+    assert found["drafter alone: old.gguf over off, 20 ms"].measured == pytest.approx(1.2)
+    assert found["drafter alone: new.gguf over off, 20 ms"].measured == pytest.approx(
+        (15 * 16 * 17) ** (1 / 3) / 10
+    )
+    assert found["auto with drafter: new.gguf over off, 20 ms"].measured is None
 
 
 def test_other_runs_have_no_such_lines() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
+from mesh.tuning.beginning import DEMO_DRAFTER
+
 # Reads hidden states before layers 3, 15 and 28; without an embedding, which is the target's.
-DRAFTER: Final = Path(__file__).parents[1] / "data" / "smollm2-135m-eagle3.gguf"
+DRAFTER: Final = DEMO_DRAFTER

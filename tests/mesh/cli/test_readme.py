@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import itertools
+import json
 import os
 import re
 import shlex
@@ -44,6 +45,7 @@ DOCUMENTS = (
     "examples/drafter_report/report.md",
     "examples/coding_agents/README.md",
     "examples/device_parity.md",
+    "examples/drafter_tuning/README.md",
 )
 COMMANDS = tuple(leaf_commands())
 # Named in the history only, or not moved yet: see tests/suite/test_architecture_page.py.
@@ -284,6 +286,48 @@ def test_model_commands_run_as_told(document: str, command: str, says: str, fold
         assert (folder / "share.gguf").read_bytes()[:4] == b"GGUF"
     if command == "mesh draft make":
         assert (folder / "draft.gguf").read_bytes()[:4] == b"GGUF"
+
+
+@pytest.mark.model
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_a_drafter_is_tuned_in_one_command_as_told(
+    smollm2_path: Path, stage_cache_dir: Path, tmp_path: Path
+) -> None:
+    """With few and short answers: as many as can be split into those to be learned and the others."""
+    (tmp_path / "model.gguf").symlink_to(smollm2_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+
+    def done(command: str, *more: str) -> subprocess.CompletedProcess[str]:
+        found = subprocess.run(
+            [*told(command, document="docs/speculation.md"), *more],
+            cwd=tmp_path,
+            env=os.environ | {"XDG_CACHE_HOME": str(stage_cache_dir)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert found.returncode == 0, found.stderr
+        return found
+
+    done("mesh draft begin")
+    done("python examples/drafter_tuning/prompts.py")
+    for name, count in (("sql", 12), ("chat", 1)):
+        path = tmp_path / "prompts" / f"{name}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
+    # So little is learned by chance: as good as nothing is, so that the new drafter is as good as before.
+    small = ("--max-tokens", "12", "--passes", "1", "--rate", "1e-9", "--vocabulary", "keep", "--json")
+    found = json.loads(done("mesh draft tune", *small).stdout)
+    assert [section["title"] for section in found["sections"]] == ["sql", "chat"]
+    assert (found["learned_prompts"], found["is_rejected"]) == (9, False)
+    assert found["sections"][0]["rows"][1]["advice"]
+    assert (tmp_path / "tuned.gguf").read_bytes()[:4] == b"GGUF"
+    recorded = tmp_path / "tuned.gguf.recording"
+    assert {path.name: len(list(path.glob("*.feat"))) for path in recorded.iterdir()} == {
+        "sql": 12,
+        "chat": 1,
+    }
+    assert {path.stat().st_mode & 0o777 for path in recorded.iterdir()} == {0o700}
 
 
 def test_status_without_a_mesh_says_how_to_get_one(tmp_path: Path) -> None:

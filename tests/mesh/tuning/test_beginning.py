@@ -9,11 +9,13 @@ import pytest
 
 from mesh.cli.main import run
 from mesh.draft.loading import check_drafter
-from mesh.tuning.beginning import write_beginning
+from mesh.tuning.beginning import DEMO_DRAFTER, write_beginning
 from mesh.tuning.drafter_file import has_head_of, head_rows
 from mesh.tuning.source import Source
 from speculative.draft.context import DraftOptions
 from tests.support.gguf_source import GgufSource
+from tests.support.hub_server import running_hub
+from tests.support.tiny_eagle3 import TinyEagle3
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
@@ -32,6 +34,34 @@ def test_a_beginning_drafts(architecture: str, tmp_path: Path, monkeypatch: pyte
     assert source.recorded.layers == (2, 4, 5)
     assert has_head_of(source.weights, head_rows(source.header), 64)
     assert run(["draft", "begin", str(target), "-o", str(path)]) == 1
+
+
+@pytest.mark.model
+def test_the_demos_model_has_a_trained_one(smollm2_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "eagle3.gguf"
+    for named in ((), (str(smollm2_path), "--force")):
+        assert run(["draft", "begin", *named, "-o", str(path)]) == 0
+        assert path.read_bytes() == DEMO_DRAFTER.read_bytes()
+    assert run(["draft", "begin", "-o", str(path), "--force", "--untrained"]) == 0
+    assert path.read_bytes() != DEMO_DRAFTER.read_bytes()
+
+
+def test_a_repository_at_the_hub_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    target = TinyModel("llama", n_layers=6, is_float=True).write(tmp_path / "tiny-F32.gguf")
+    drafter = TinyEagle3().write(target, tmp_path / "tiny-eagle3.gguf")
+    words = ["draft", "begin", "hf:org/tiny-GGUF:F32", "-o", str(tmp_path / "out.gguf")]
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.files = {path.name: path.read_bytes() for path in (target, drafter)}
+        assert run(words) == 0
+        assert (tmp_path / "out.gguf").read_bytes() == drafter.read_bytes()
+        assert "out.gguf: hf:org/tiny-GGUF:tiny-eagle3; serve it with" in capsys.readouterr().out
+        hub.files["other-eagle3.gguf"] = drafter.read_bytes()
+        assert run([*words, "--force"]) == 1
+        assert "has several: name one as it is, hf:org/tiny-GGUF:other-eagle3, " in capsys.readouterr().err
 
 
 def test_it_is_the_models_last_layer(tmp_path: Path) -> None:
