@@ -328,7 +328,11 @@ class BackgroundTuning:
             else:
                 run.stop()
         result = run.result()
-        if isinstance(result, MeshError):
+        if isinstance(result, MeshError) and run.is_resumed:
+            # Answers that it was learning may be gone: what is there now is learned anew.
+            self._end_run()
+            log.info("tuning_not_resumed", number=run.drafter.number, reason=result.message)
+        elif isinstance(result, MeshError):
             self._refuse(run, result.message)
         elif result is not None and result.verdict.refusal is not None:
             self._refuse(run, result.verdict.refusal)
@@ -338,8 +342,6 @@ class BackgroundTuning:
 
     def _refuse(self, run: BackgroundRun, reason: str) -> None:
         self._end_run()
-        if run.is_resumed:
-            log.warning("tuning_not_resumed", number=run.drafter.number, reason=reason)
         self._folder.note_tried(run.drafter)
         self._tell(f"{run.drafter.number:04d} was refused: {reason}", refused=1)
         log.info("tuned_drafter_refused", number=run.drafter.number, reason=reason)
