@@ -289,6 +289,17 @@ class HeadOptions(HostOptions, ModelOptions):
             help="Longest time of one training, pauses left out.",
         ),
     ] = 20.0
+    tune_idle_s: Annotated[
+        float,
+        Field(ge=0),
+        Option(
+            section=SPECULATION,
+            flag="--tune-idle",
+            metavar="SECONDS",
+            is_rare=True,
+            help="Time without a request before a training computes.",
+        ),
+    ] = 60.0
     tap_layers: Annotated[
         tuple[int, ...],
         Option(

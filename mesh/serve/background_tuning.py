@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 _TICK_S: Final = 0.5
 # Files are looked through again after this time.
 _COUNT_S: Final = 5.0
+# While requests run it would only take time from them.
+_QUIET_S: Final = 1.0
+_SELDOM_S: Final = 60.0
 _CLOSE_S: Final = 10.0
 
 log = structlog.get_logger()
@@ -79,8 +82,10 @@ class BackgroundTuning:
         self._base = ""
         self._latest_number = BASE
         self._counts = AnswerCounts(room.recording, read_recording_header(room.recording).shape)
-        self._counted_s = -_COUNT_S
+        self._counted_s = -_SELDOM_S
         self._is_enough = False
+        # Hashes of prompts that the served drafter has learned, once they are known.
+        self._learned: frozenset[int] | None = None
         self._status = TuningStatus(group=room.group)
         self._others_busy: Callable[[], bool] = lambda: False
         self._wanted_back: queue.SimpleQueue[Future[None] | None] = queue.SimpleQueue()
@@ -257,13 +262,17 @@ class BackgroundTuning:
     def _consider(self) -> None:
         """Begin a training if enough is new, and nothing has run for a while."""
         now_s = self._clock_s()
-        if now_s >= self._counted_s + _COUNT_S:
+        with self._guard:
+            is_quiet = self._idle.idle_s(now_s) >= _QUIET_S
+        if now_s >= self._counted_s + (_COUNT_S if is_quiet else _SELDOM_S):
             self._counted_s = now_s
             self._count()
         if not self._is_enough or not self._is_idle():
             return
-        # What came meanwhile counts, too.
+        # What came or went meanwhile counts, too.
         choice = self._count()
+        if not self._is_enough:
+            return
         source = () if self._served is None else self._served.keys
         self._latest_number += 1
         drafter = TunedDrafter(
@@ -281,8 +290,9 @@ class BackgroundTuning:
         """Note how much is new."""
         behind = self._folder.tried(self._base, self._room.group)
         found = self._counts.count(self._room.members(), behind)
-        learned = known_prompts(read_header(self._room.file(self._group.number)))
-        num_tokens, num_prompts = found.num_tokens, len(found.prompts - learned)
+        if self._learned is None:
+            self._learned = known_prompts(read_header(self._room.file(self._group.number)))
+        num_tokens, num_prompts = found.num_tokens, len(found.prompts - self._learned)
         bounds = self._bounds
         with self._guard:
             self._status.new_tokens, self._status.new_prompts = num_tokens, num_prompts
@@ -381,8 +391,8 @@ class BackgroundTuning:
     def _note(self, served: TunedDrafter | None) -> None:
         with self._guard:
             self._served = served
-        # Its prompts are others.
-        self._counted_s = -_COUNT_S
+        self._learned = None
+        self._counted_s = -_SELDOM_S
 
     def _tell(self, latest: str, *, chosen: int = 0, refused: int = 0, gone_back: int = 0) -> None:
         with self._guard:
@@ -394,12 +404,15 @@ class BackgroundTuning:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """What fails in the block is told, and tried again later: no answer depends on it."""
+        """What fails in the block is told once, and tried again later: no answer depends on it."""
         try:
             yield
         except MeshError as error:
-            self._tell(error.message)
-            log.warning("background_tuning_failed", reason=error.message)
-        except Exception as error:
-            self._tell(repr(error))
-            log.exception("background_tuning_failed")
+            self._fail(error.message)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the group is served on
+            self._fail(repr(error))
+
+    def _fail(self, reason: str) -> None:
+        if reason != self._status.latest:
+            self._tell(reason)
+            log.warning("background_tuning_failed", reason=reason)

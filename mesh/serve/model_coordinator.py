@@ -56,9 +56,8 @@ def open_parts(options: HeadOptions, known: Preflight) -> Iterator[CoordinatorPa
         if room is None or proposers is None or proposers.group is None:
             yield CoordinatorParts(proposers, recording)
             return
-        tuning = BackgroundTuning(
-            room, proposers.group, TuningBounds(schedule=Schedule(minutes=options.tune_minutes))
-        )
+        bounds = TuningBounds(options.tune_idle_s, schedule=Schedule(minutes=options.tune_minutes))
+        tuning = BackgroundTuning(room, proposers.group, bounds)
         with closing(tuning):
             yield CoordinatorParts(proposers, recording, tuning)
 

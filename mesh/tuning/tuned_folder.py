@@ -164,16 +164,15 @@ class TunedFolder:
         Raises:
             ModelError: If something of it cannot be removed.
         """
-        for path in self._entries().get(number, []):
-            if path == self._said(number):
+        said = self._said(number)
+        for path in [*(each for each in self._entries().get(number, []) if each != said), said]:
+            try:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            except FileNotFoundError:
+                # Another one erases it, too; what is left then is erased at the next look.
                 continue
-            with contextlib.suppress(FileNotFoundError):
-                try:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-                except OSError as error:
-                    if not isinstance(error, FileNotFoundError):
-                        raise write_error(path, error) from error
-        self._said(number).unlink(missing_ok=True)
+            except OSError as error:
+                raise write_error(path, error) from error
 
     def erase_unless(self, may_stay: Callable[[TunedDrafter], bool]) -> int:
         """Erase drafters, and what belongs to none; returns how many.
