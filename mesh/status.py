@@ -427,6 +427,40 @@ class RecordingStatus:
 
 
 @dataclass(kw_only=True, slots=True)
+class TuningStatus:
+    """A drafter that is tuned in the background, on the answers to a group of API keys."""
+
+    group: str = ""
+    """The group."""
+    state: Literal["waiting for answers", "waiting for idleness", "tuning", "paused"] = "waiting for answers"
+    """What it does; paused while requests run, and for a minute behind them."""
+    step: str | None = None
+    """What is being done, or was before the pause, and how far it is; None between trainings."""
+    drafter: str | None = None
+    """Name of the tuned file that the group is served with; None for the drafter of `--draft`."""
+    age_s: int | None = None
+    """Seconds since it was chosen."""
+    gain: float | None = None
+    """Accepted tokens of a window more than the drafter before, on answers that neither learned from."""
+    learned_tokens: int = 0
+    """Tokens of the answers that it learned from."""
+    learned_prompts: int = 0
+    """Their prompts."""
+    new_tokens: int = 0
+    """Tokens of answers since the latest training began."""
+    new_prompts: int = 0
+    """Prompts from which the served drafter has not learned."""
+    chosen: int = 0
+    """Candidates chosen since the start."""
+    refused: int = 0
+    """Candidates refused since then: not surely better, or trainings that failed."""
+    gone_back: int = 0
+    """How often the group went back to an earlier drafter since then."""
+    latest: str | None = None
+    """What became of the latest candidate, or why the group went back; None before any."""
+
+
+@dataclass(kw_only=True, slots=True)
 class WeightsStatus:
     """Weights brought to a host since the head was started."""
 
@@ -580,6 +614,8 @@ class MeshStatus(ChatModelStatus):
     """None if no stage keeps KV rows on disk."""
     recording: RecordingStatus | None = field(default=None, metadata=_UNSET)
     """None if no answers are recorded."""
+    tuning: TuningStatus | None = field(default=None, metadata=_UNSET)
+    """None if no drafter is tuned in the background."""
     models: tuple[ChatModelStatus | EmbeddingModelStatus, ...] = ()
     """Every model, the first one first."""
     library: tuple[LibraryStatus, ...] | None = field(default=None, metadata=_UNSET)

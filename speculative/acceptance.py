@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from speculative.proposer import Proposal
 
@@ -223,6 +223,11 @@ class AcceptanceTable:
         self._accepted[bucket] = self._accepted.get(bucket, 0.0) * self._keep + is_accepted
         self._judged[bucket] = self._judged.get(bucket, 0.0) * self._keep + 1.0
 
+    @property
+    def proposers(self) -> set[str]:
+        """Names of proposers with judgements."""
+        return {name for name, *_ in self._judged}
+
     def mean(self, proposer: str) -> float | None:
         """Acceptance rate over all confidences; None without judgements."""
         judged = sum(count for (name, *_), count in self._judged.items() if name == proposer)
@@ -275,9 +280,13 @@ class Calibration:
         prior = self._shared.estimate(proposer, word, word, self._WORD_WEIGHT, depth)
         return self._own.estimate(proposer, word, prior, self._SHARED_WEIGHT, depth)
 
-    def mean(self, proposer: str) -> float | None:
-        """Acceptance rate of the proposer in this session; None without judgements."""
-        return self._own.mean(proposer)
+    def best_mean(self, counts: Callable[[str], bool]) -> float:
+        """Highest acceptance rate of a proposer in this session; 0 without judgements.
+
+        Args:
+            counts: Whether the proposer of a name counts.
+        """
+        return max((self._own.mean(name) or 0.0 for name in self._own.proposers if counts(name)), default=0.0)
 
     def expected_mean(self, proposer: str) -> float:
         """Acceptance rate to be expected of the proposer, whatever its confidence."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from speculative.acceptance import AcceptanceTable, Calibration, Decision, ProposalContext, WindowOutcome
 from speculative.cost_model import DecodeTimeModel, Timing, WindowPlanRate, best_rate, row_ms, row_price
 from speculative.payoff import SHORT_WAIT, GroupPayoff, SessionPayoff
-from speculative.proposer import CONFIRMED_SHARE, DRAFTERS
+from speculative.proposer import CONFIRMED_SHARE, is_drafter
 
 if TYPE_CHECKING:
     from speculative.payoff import PayoffRecord
@@ -207,7 +207,7 @@ class Controller:
     def decide(self, context: ProposalContext, proposal: Proposal) -> Decision:
         """Number of the proposed tokens to send now."""
         limit = min(self.wanted(context), len(proposal.tokens))
-        self._is_drafting = self._is_drafting or proposal.proposer in DRAFTERS
+        self._is_drafting = self._is_drafting or is_drafter(proposal.proposer)
         if limit == 0:
             width = 0
         elif self._options.fixed_width is not None and self._options.p_min is None:
@@ -309,7 +309,7 @@ class Controller:
         sure = self._calibration.acceptances(proposal)[:limit]
         is_behind = context.num_in_flight > 0
         if options.fixed_width is None:
-            drafting_ms = self._timing.draft_ms_per_token if proposal.proposer in DRAFTERS else None
+            drafting_ms = self._timing.draft_ms_per_token if is_drafter(proposal.proposer) else None
             # The mean that a run of such tokens would have.
             rate = self._rate = self._best_rate(math.prod(sure) ** (1 / len(sure)), drafting_ms or 0.0)
             if options.fixed_depth is None and context.num_in_flight >= rate.depth:
@@ -342,9 +342,9 @@ class Controller:
 
     def _rival(self, proposal: Proposal) -> float:
         """Least probability of a token that is taken, since a draft model would have to start anew."""
-        if proposal.proposer in DRAFTERS or self._options.p_min is not None:
+        if is_drafter(proposal.proposer) or self._options.p_min is not None:
             return 0.0
-        return CONFIRMED_SHARE * max((self._calibration.mean(name) or 0.0 for name in DRAFTERS), default=0.0)
+        return CONFIRMED_SHARE * self._calibration.best_mean(is_drafter)
 
     def _price(self, index: int, *, is_behind: bool) -> float:
         if self._options.p_min is not None:
@@ -452,7 +452,7 @@ class Controller:
         proposal = outcome.proposal
         if self._is_drafting and not self._is_plain_turn and not proposal.tokens:
             self._payoff.add_drafting(len(outcome.judgement.committed), 0)
-        elif proposal.tokens and proposal.proposer in DRAFTERS:
+        elif proposal.tokens and is_drafter(proposal.proposer):
             self._payoff.add_drafting(len(outcome.judgement.committed), outcome.judgement.num_accepted)
 
     def _note_plain(self, outcome: WindowOutcome) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,51 @@ class ProcessEnded(Exception):
         self.exit_code = exit_code
 
 
+class ProcessHandle:
+    """Stops, continues and ends the process of one call; from any thread, and before it starts as well."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._pid: int | None = None
+        self._pending: list[signal.Signals] = []
+        self._is_stopped = False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process computes nothing until `go_on`."""
+        return self._is_stopped
+
+    def stop(self) -> None:
+        """Let the process compute nothing from now on."""
+        with self._guard:
+            self._is_stopped = True
+            self._send(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let a stopped process go on."""
+        with self._guard:
+            self._is_stopped = False
+            self._send(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End the process, stopped or not."""
+        with self._guard:
+            self._send(signal.SIGKILL)
+
+    def follow(self, pid: int | None) -> None:
+        """Take the process of this id; None before the system may give its id to another."""
+        with self._guard:
+            self._pid = pid
+            for number in self._pending if pid is not None else ():
+                self._send(number)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._pid is not None:
+            os.kill(self._pid, number)
+        else:
+            self._pending.append(number)
+
+
 @dataclass(frozen=True)
 class _Progress:
     values: tuple[Any, ...]
@@ -47,6 +93,7 @@ def call(
     *arguments: object,
     progress: Callable[..., None] | None = None,
     silence_s: float | None = None,
+    handle: ProcessHandle | None = None,
 ) -> Any:
     """Result of a function that is called in a spawned process, which is gone when this returns.
 
@@ -58,13 +105,14 @@ def call(
         arguments: Its other arguments, picklable.
         progress: Called with the values that the function sends.
         silence_s: Longest time without a message; None for no limit.
+        handle: Takes the process, to stop or to end it.
 
     Raises:
         MeshError: As the function does.
         ProcessEnded: If the process ends without a result.
         ProcessSilent: If no message comes in time.
     """
-    with _messages_of(function, arguments, silence_s) as messages:
+    with _messages_of(function, arguments, silence_s, handle or ProcessHandle()) as messages:
         for message in messages:
             match message:
                 case _Progress(values):
@@ -79,13 +127,17 @@ def call(
 
 @contextmanager
 def _messages_of(
-    function: Callable[..., Any], arguments: tuple[object, ...], silence_s: float | None
+    function: Callable[..., Any],
+    arguments: tuple[object, ...],
+    silence_s: float | None,
+    handle: ProcessHandle,
 ) -> Iterator[Iterator[Any]]:
     spawning = multiprocessing.get_context("spawn")
     receiver, sender = spawning.Pipe(duplex=False)
     process = spawning.Process(target=_run, args=(sender, function, arguments), daemon=True)
     with not_interrupted():
         process.start()
+    handle.follow(process.pid)
     sender.close()
 
     def received() -> Iterator[Any]:
@@ -94,12 +146,14 @@ def _messages_of(
                 yield receiver.recv()
             raise ProcessSilent(f"no message for {silence_s:g} s")
         except EOFError:
+            handle.follow(None)
             process.join()
             raise ProcessEnded(process.exitcode) from None
 
     try:
         yield received()
     finally:
+        handle.follow(None)
         process.kill()
         process.join()
         receiver.close()

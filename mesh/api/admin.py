@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,6 +18,7 @@ from mesh.api.event_stream import while_connected
 from mesh.api.on_demand import lease_for
 from mesh.api.openapi import Anything, answers, takes
 from mesh.options.model import LoadRequest
+from mesh.status import as_json
 from spanmesh_proto.errors import ClusterError, InvalidRequest, JoinError
 
 if TYPE_CHECKING:
@@ -92,6 +93,14 @@ class RehearsalBody(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     hosts: list[HostOrdersBody] = Field(min_length=1, max_length=_MOST_HOSTS)
+
+
+class DrafterBody(BaseModel):
+    """What becomes of a drafter that was tuned in the background."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    action: Literal["back"] = Field(description="`back`: serve the group with the drafter before.")
 
 
 @router.post("/mesh/drain", response_model=None, responses=answers(Anything), openapi_extra=_HOST)
@@ -289,3 +298,19 @@ def _inspection(request: Request) -> HostInspection:
     if inspection is None:
         raise ClusterError("the mesh is still starting: try again in some seconds", retry_after_s=2)
     return inspection
+
+
+@router.post(
+    "/mesh/drafter",
+    response_model=None,
+    responses=answers(Anything, 413),
+    openapi_extra=takes(DrafterBody),
+)
+async def change_drafter(request: Request) -> Response:
+    """Serve the group of `mesh serve --tune` with the drafter before, and erase the one of now."""
+    require_own_machine(request, "drafters are changed")
+    await body_of(request, DrafterBody)
+    drafters = backend_of(request).api.drafter_admin()
+    if drafters is None:
+        raise ClusterError("no drafter is tuned here: serve the model with `mesh serve --tune GROUP`")
+    return json_response(as_json(await drafters.go_back()))

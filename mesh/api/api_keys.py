@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 # A line is `NAME sha256:HEX`, then what limits the key, in any order: `requests-per-minute=60`,
 # `tokens-per-minute=20000`, `concurrent=8`, `expires=2027-01-31T00:00:00+00:00`, `may-load=yes` if it may
-# load models, and `may-record=yes` if its answers may be recorded. `#` begins a comment line.
+# load models, `may-record=yes` if its answers may be recorded, and `group=NAME` for keys that share a
+# drafter, which is tuned on the answers to all of them. `#` begins a comment line.
 # Lines with a plain key, `KEY` or `NAME KEY`, are read too, for keys made by other tools.
 #
 # A key is identified by its digest; its name is only displayed. A key without a name is displayed by the
@@ -68,6 +69,8 @@ class KeyRecord:
     """Whether its requests may load models of the library."""
     may_record: bool = False
     """Whether its answers may be recorded, to tune drafters on them."""
+    group: str | None = None
+    """Keys with the same one share a drafter that is tuned on their answers; None for none."""
     num_removals: int = 0
     """How often it was removed from the file while the server ran."""
 
@@ -203,15 +206,15 @@ def own_name(digest: bytes, num_digits: int = OWN_NAME_DIGITS) -> str:
     return f"{_OWN_NAME}{digest.hex()[:num_digits]}"
 
 
-def check_key_name(name: str) -> None:
-    """Check the name of a key.
+def check_key_name(name: str, what: str = "a key's") -> None:
+    """Check the name of a key, or of a group of keys.
 
     Raises:
         MeshError: With the rules for names.
     """
     if not _NAME.fullmatch(name):
         raise MeshError(
-            f"{name!r} cannot be a key's name: use up to 64 letters, digits, dots, dashes, underscores and @"
+            f"{name!r} cannot be {what} name: use up to 64 letters, digits, dots, dashes, underscores and @"
         )
 
 
@@ -250,6 +253,8 @@ def format_key_line(record: KeyRecord) -> str:
         words.append(f"may-load={_YES}")
     if record.may_record:
         words.append(f"may-record={_YES}")
+    if record.group is not None:
+        words.append(f"group={record.group}")
     return " ".join(words)
 
 
@@ -271,6 +276,7 @@ def _hashed(name: str, digest: str, settings: list[str]) -> KeyRecord:
         expires_at=_moment(found.pop("expires", None)),
         may_load=_right(found.pop("may-load", None)),
         may_record=_right(found.pop("may-record", None)),
+        group=_group(found.pop("group", None)),
     )
     if found:
         raise MeshError("has an unknown setting")
@@ -293,6 +299,14 @@ def _moment(text: str | None) -> dt.datetime | None:
         return moment if moment.tzinfo is not None else moment.replace(tzinfo=dt.UTC)
     except ValueError:
         raise MeshError("has an expiry that is not a date such as 2027-01-31T00:00:00+00:00") from None
+
+
+def _group(text: str | None) -> str | None:
+    if text is not None and not _NAME.fullmatch(text):
+        raise MeshError(
+            "has a group that is no name of up to 64 letters, digits, dots, dashes, underscores and @"
+        )
+    return text
 
 
 def _right(text: str | None) -> bool:
@@ -341,6 +355,8 @@ def add_key(path: Path, record: KeyRecord) -> None:
         MeshError: If there is a key of that name, or the file cannot be read or written.
     """
     check_key_name(record.name)
+    if record.group is not None:
+        check_key_name(record.group, "a group's")
     with _editing(path):
         text = _read(path) if path.exists() else ""
         if any(known.name == record.name for known in parse_key_file(path, text)):

@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from mesh.api.head_services import HostAdmin, HostInspection, LinkRuns, ModelAdmin, OnDemandModels
+    from mesh.api.head_services import (
+        DrafterAdmin,
+        HostAdmin,
+        HostInspection,
+        LinkRuns,
+        ModelAdmin,
+        OnDemandModels,
+    )
     from mesh.api.request_parsing import Body
     from mesh.engine import Engine
     from mesh.status import MeshStatus, StageCounts
@@ -56,6 +63,8 @@ class ApiContext:
     """Returns the implementation of `/mesh/rehearse` and `/mesh/examine`, likewise."""
     model_admin: Callable[[], ModelAdmin | None] = lambda: None
     """Returns the implementation of `/mesh/load` and `/mesh/unload`, likewise."""
+    drafter_admin: Callable[[], DrafterAdmin | None] = lambda: None
+    """Returns the implementation of `/mesh/drafter`; None if no drafter is tuned, or while there is none."""
     on_demand: Callable[[], OnDemandModels | None] = lambda: None
     """Returns what loads models for requests; None without a library, or while there is none."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from mesh.options.model import LoadRequest
+    from mesh.status import TuningStatus
     from spanmesh_proto.errors import MeshError
     from stages.slicing.model_facts import ModelSummary
 
@@ -112,6 +113,13 @@ class OnDemandModels(Protocol):
 
     def describe(self, name: str) -> Mapping[str, Any]:
         """Stages of a model that answers, as `ModelAdmin.load` returns them."""
+
+
+class DrafterAdmin(Protocol):
+    """Tunes drafters in the background; see `mesh.serve.background_tuning.BackgroundTuning`."""
+
+    async def go_back(self) -> TuningStatus:
+        """Serve the group with the drafter before, and never again with that of now."""
 
 
 class HostInspection(Protocol):

@@ -13,6 +13,7 @@ import click
 from mesh.api.api_keys import KeyRecord, add_key, default_key_file, digest_of, read_key_file, remove_key
 from mesh.cli.shared_options import ParsedText
 from mesh.util.printable import say
+from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,9 +31,10 @@ _FILE = click.option(
     help="Key file; the one in the user's configuration folder unless given.",
 )
 _LIMIT = click.IntRange(1, 10**12)
-_RIGHTS: Final[dict[str, Callable[[KeyRecord], bool]]] = {
-    "may load": lambda record: record.may_load,
-    "may record": lambda record: record.may_record,
+_RIGHTS: Final[dict[str, Callable[[KeyRecord], str | None]]] = {
+    "may load": lambda record: "yes" if record.may_load else None,
+    "may record": lambda record: "yes" if record.may_record else None,
+    "group": lambda record: record.group,
 }
 
 
@@ -94,6 +96,12 @@ def keys() -> None:
     is_flag=True,
     help="Let its answers be recorded, see `mesh serve --record`; ask whose texts they are.",
 )
+@click.option(
+    "--group",
+    metavar="GROUP",
+    help="With --may-record: share a drafter that is tuned on the answers of all keys of this group, see "
+    "`mesh serve --tune`.",
+)
 @_FILE
 def add(
     *,
@@ -104,9 +112,14 @@ def add(
     expires: dt.datetime | None,
     may_load: bool,
     may_record: bool,
+    group: str | None,
     path: Path | None,
 ) -> None:
     """Make a key named NAME and print it once: the file has only its hash."""
+    if group is not None and not may_record:
+        raise MeshError(
+            f"--group {group} is for keys whose answers may be recorded: add --may-record, or leave it out"
+        )
     path = path or default_key_file()
     key = _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
     record = KeyRecord(
@@ -118,6 +131,7 @@ def add(
         max_concurrent=max_concurrent,
         may_load=may_load,
         may_record=may_record,
+        group=group,
     )
     add_key(path, record)
     say(key)
@@ -153,7 +167,7 @@ def list_(*, path: Path | None) -> None:
             when += ", expired"
         name = f"{record.name} (not hashed)" if record.is_plain else record.name
         at_once = "all slots but one" if record.max_concurrent is None else str(record.max_concurrent)
-        held = ("yes" if has[index] else "no" for has in rights.values())
+        held = (has[index] or "no" for has in rights.values())
         limited = ("no limit" if limit is None else str(limit) for limit in limits)
         table.add_row(name, *limited, at_once, when, *held)
     PrintableConsole(markup=False).print(table)
@@ -166,7 +180,8 @@ def list_(*, path: Path | None) -> None:
     "folder",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     metavar="FOLDER",
-    help="Also erase at once what this recording holds of it; a server that records there does so itself.",
+    help="Also erase at once what this recording holds of it, and drafters that learned from that; a server "
+    "that records there does so itself.",
 )
 @_FILE
 def rm(*, name: str, folder: Path | None, path: Path | None) -> None:
@@ -181,6 +196,12 @@ def rm(*, name: str, folder: Path | None, path: Path | None) -> None:
     say(f"the key {removed} was removed from {path}", err=True)
     if folder is not None:
         from mesh.tuning.recording_folder import erase_key  # noqa: PLC0415 - keeps --help quick
+        from mesh.tuning.tuned_folder import TunedFolder  # noqa: PLC0415
 
-        num_erased = erase_key(folder, digests[removed].hex())
-        say(f"{num_erased} recorded answers were erased from {folder}", err=True)
+        digest = digests[removed].hex()
+        num_answers = erase_key(folder, digest)
+        num_drafters = TunedFolder(folder).erase_key(digest)
+        say(
+            f"{num_answers} recorded answers and {num_drafters} drafters were erased from {folder}",
+            err=True,
+        )

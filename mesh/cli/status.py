@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         SpeculationStatus,
         StageStatus,
         TailDraftStatus,
+        TuningStatus,
         WeightsStatus,
     )
 
@@ -185,6 +186,8 @@ def _print_counts(console: PrintableConsole, status: MeshStatus) -> None:
         console.print(f"kv disk: {kv_disk_text(status.kv_disk)}", highlight=False, soft_wrap=True)
     if status.recording is not None:
         console.print(f"recording: {recording_text(status.recording)}", highlight=False, soft_wrap=True)
+    if status.tuning is not None:
+        console.print(f"tuning: {tuning_text(status.tuning)}", highlight=False, soft_wrap=True)
 
 
 def prompt_lines(status: MeshStatus) -> list[str]:
@@ -223,6 +226,21 @@ def recording_text(recording: RecordingStatus) -> str:
     size = f"{format_size(recording.bytes)} of {format_size(recording.most_bytes)}"
     off = f"; off: {recording.off}" if recording.off else ""
     return f"{there}, {size}; {recording.left_out} left out, {recording.erased} erased{off}"
+
+
+def tuning_text(tuning: TuningStatus) -> str:
+    """The drafter of a group: what it is, what is learned next, and what became of the latest candidate."""
+    served = "is served with the file of --draft"
+    if tuning.drafter is not None:
+        learned = f"{tuning.learned_tokens:,} tokens of {tuning.learned_prompts} prompts"
+        age = f"{(tuning.age_s or 0) / 3600:.1f} hours old"
+        gained = f"{tuning.gain or 0.0:+.3f} accepted a window"
+        served = f"is served with {tuning.drafter}, {age}, {gained}, learned from {learned}"
+    step = f", {tuning.step}" if tuning.step else ""
+    new = f"{tuning.new_tokens:,} new tokens, {tuning.new_prompts} new prompts"
+    counts = f"{tuning.chosen} chosen, {tuning.refused} refused, {tuning.gone_back} gone back"
+    latest = f"; latest: {tuning.latest}" if tuning.latest else ""
+    return f"group {tuning.group} {served}; {tuning.state}{step}; {new}; {counts}{latest}"
 
 
 def _groups(sessions: SessionsStatus) -> str:

@@ -8,12 +8,14 @@ from mesh.coordinator.checkpoint_plan import CheckpointPlug
 from mesh.coordinator.disk_prefixes import DiskPlug
 from mesh.coordinator.feature_plug import FeaturePlug
 from mesh.coordinator.tail_draft_plug import TailDraftPlug
+from mesh.coordinator.tuning_plug import TuningPlug
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mesh.coordinator.feature_store import FeatureNeeds
     from mesh.coordinator.plugs import Plug
+    from mesh.coordinator.tuning_plug import Tuning
     from mesh.options.model import ModelOptions
     from mesh.tuning.recorder import Recorder
     from stages.slicing.model_facts import ModelFacts
@@ -26,6 +28,7 @@ def plugs_of(
     *,
     recorder: Recorder | None = None,
     has_assistant: bool = False,
+    tuning: Tuning | None = None,
 ) -> Iterator[Plug]:
     """The plugs of a model's coordinator.
 
@@ -35,6 +38,7 @@ def plugs_of(
         feature_needs: Hidden states that its drafter reads, or that are recorded; None for neither.
         recorder: Recorder of its answers; None if none are recorded.
         has_assistant: Whether an assistant drafts beside the last stage.
+        tuning: What tunes its drafter in the background; None if nothing does.
     """
     yield DiskPlug(has_windows=model.has_windows)
     if options.checkpoints and not model.can_trim:
@@ -43,3 +47,5 @@ def plugs_of(
         yield FeaturePlug(feature_needs, recorder)
     if has_assistant:
         yield TailDraftPlug()
+    if tuning is not None:
+        yield TuningPlug(tuning)

@@ -576,6 +576,11 @@ class PendingEngine:
         return self.coordinator is not None and self.coordinator.is_ready
 
     @property
+    def num_requests(self) -> int:
+        """Requests that run or wait."""
+        return 0 if self.coordinator is None else self.coordinator.num_requests
+
+    @property
     def refusal(self) -> MeshError | None:
         """Error for all requests while the model cannot be served until hosts join."""
         return None if self.coordinator is None else self.coordinator.refusal

@@ -12,13 +12,13 @@ from spanmesh_proto.row_ids import stray_id
 from speculative.acceptance import Decision, ProposalContext
 from speculative.controller import Controller, SharedMeasures
 from speculative.proposer import (
-    DRAFTERS,
     EMPTY,
     ChainProposer,
     DraftReader,
     FeatureReader,
     PartReader,
     Proposal,
+    is_drafter,
 )
 
 if TYPE_CHECKING:
@@ -410,9 +410,9 @@ class Speculators:
             # They would read the text, and what the stages compute, for nothing.
             left_out = names
             for each in guarded:
-                if each.name in DRAFTERS:
+                if is_drafter(each.name):
                     each.close()
-            guarded = [each for each in guarded if each.name not in DRAFTERS]
+            guarded = [each for each in guarded if not is_drafter(each.name)]
         return Speculator(
             guarded,
             controller,

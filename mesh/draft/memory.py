@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 from mesh.draft.drafter import loadable_bytes, read_drafter, with_drafter
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 # Of the process in which it computes: Python, llama.cpp's library and small buffers.
 _PROCESS_BYTES: Final = 96 * 2**20
+# Of a process that trains: torch, and a batch of answers.
+_TORCH_BYTES: Final = 1 << 30
+# Weight, gradient and two moments in float32, and as much again where drafters are compared.
+_BYTES_PER_WEIGHT: Final = 32
 
 
 def facts_with(target: Path, draft: Path | None, num_sessions: int) -> tuple[ModelFacts, Drafter | None]:
@@ -86,6 +91,16 @@ def drafter_bytes(
     if drafter.reads_features:
         return _PROCESS_BYTES + feature_drafter_bytes(drafter, target, options, context)
     return _PROCESS_BYTES + draft_memory_bytes(drafter.path, options)
+
+
+def tuning_bytes(drafter: Drafter) -> int:
+    """Memory of a process that trains a drafter in the background, from its header.
+
+    Args:
+        drafter: An EAGLE-3 drafter.
+    """
+    tensors = drafter.header.tensors.values()
+    return _TORCH_BYTES + _BYTES_PER_WEIGHT * sum(math.prod(tensor.shape) for tensor in tensors)
 
 
 def draft_memory_bytes(path: Path, options: DraftOptions) -> int:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         SessionsStatus,
         SpeculationStatus,
         StageStatus,
+        TuningStatus,
     )
 
 _STEM = "mesh_spec_decode_num"
@@ -319,6 +320,27 @@ def add_recording(sheet: Sheet, recording: RecordingStatus | None) -> None:
         sheet.counter(f"mesh_recording_{name}", help_, count)
 
 
+def add_tuning(sheet: Sheet, tuning: TuningStatus | None) -> None:
+    """Add samples of tuning in the background.
+
+    Args:
+        sheet: Samples of the scrape.
+        tuning: None where no drafter is tuned.
+    """
+    if tuning is None:
+        return
+    is_tuned, is_running = tuning.drafter is not None, tuning.state == "tuning"
+    sheet.gauge("mesh_tuning_served", "1 while the group is served with a tuned drafter.", int(is_tuned))
+    sheet.gauge("mesh_tuning_running", "1 while a drafter is tuned, and not paused.", int(is_running))
+    sheet.gauge("mesh_tuning_new_tokens", "Tokens of answers since the latest training.", tuning.new_tokens)
+    for name, help_, count in (
+        ("chosen", "Tuned drafters chosen.", tuning.chosen),
+        ("refused", "Tuned drafters refused, and trainings that failed.", tuning.refused),
+        ("gone_back", "Returns to an earlier drafter.", tuning.gone_back),
+    ):
+        sheet.counter(f"mesh_tuning_{name}", help_, count)
+
+
 def add_speculation(sheet: Sheet, speculation: SpeculationStatus | None) -> None:
     """Add samples of speculation.
 
@@ -449,6 +471,7 @@ def exposition(
         add_ring(sheet, status.stages, status.round_trips)
         add_kv_disk(sheet, status.kv_disk)
         add_recording(sheet, status.recording)
+        add_tuning(sheet, status.tuning)
         if status.prefix_mismatches is not None:
             sheet.counter(
                 "mesh_prefix_mismatches",

@@ -270,6 +270,36 @@ class HeadOptions(HostOptions, ModelOptions):
         Field(ge=1),
         Option(section=SPECULATION, metavar="DAYS", help="Time after which a recorded answer is removed."),
     ] = 30
+    tune_group: Annotated[
+        str | None,
+        Option(
+            section=SPECULATION,
+            flag="--tune",
+            metavar="GROUP",
+            help="In pauses of the load, tune the drafter of --draft on recorded answers to the API keys of "
+            "this group (`mesh keys add --may-record --group`), and serve these keys alone with it.",
+        ),
+    ] = None
+    tune_minutes: Annotated[
+        float,
+        Field(gt=0),
+        Option(
+            section=SPECULATION,
+            metavar="MINUTES",
+            help="Longest time of one training, pauses left out.",
+        ),
+    ] = 20.0
+    tune_idle_s: Annotated[
+        float,
+        Field(ge=0),
+        Option(
+            section=SPECULATION,
+            flag="--tune-idle",
+            metavar="SECONDS",
+            is_rare=True,
+            help="Time without a request before a training computes.",
+        ),
+    ] = 60.0
     tap_layers: Annotated[
         tuple[int, ...],
         Option(
@@ -428,6 +458,10 @@ class HeadOptions(HostOptions, ModelOptions):
             given = "tap_layers" if self.tap_layers else "record_bytes"
             raise InvalidRequest(
                 "--record-limit and --tap-layers are for recordings: name a folder by --record", param=given
+            )
+        if self.tune_group is not None and self.record_path is None:
+            raise InvalidRequest(
+                "--tune learns from recorded answers: name a folder by --record", param="tune_group"
             )
 
     @property

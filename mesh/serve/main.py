@@ -130,7 +130,10 @@ class _Mesh:
             models=self.models,
             state_writer=state_writer,
             on_demand=self._on_demand,
+            drafter_admin=parts.tuning,
         )
+        if parts.tuning is not None:
+            parts.tuning.watch(lambda: any(model.engine.num_requests for model in self.models))
 
     async def run(self, on_served: Callable[[], None]) -> None:
         """Run until cancelled, or until the first model or Ray ends.
@@ -263,6 +266,7 @@ def _api_context(state: MeshState) -> ApiContext:
         inspection=lambda: None if state.head is None else state.head.inspection,
         model_admin=lambda: None if (head := served_head()) is None else head.models,
         on_demand=lambda: None if (head := served_head()) is None else head.on_demand,
+        drafter_admin=lambda: None if (head := served_head()) is None else head.drafter_admin,
     )
 
 

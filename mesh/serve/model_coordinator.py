@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mesh.coordinator.composition import plugs_of
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
+from mesh.serve.background_tuning import BackgroundTuning
 from mesh.serve.proposers import open_proposers
 from mesh.serve.recording import open_recorder
+from mesh.serve.tuning_room import tuning_room
+from mesh.tuning.background import TuningBounds
+from mesh.tuning.jobs import Schedule
 from stages.runtime.numerics import numerics_for
 
 if TYPE_CHECKING:
@@ -34,18 +38,28 @@ class CoordinatorParts:
     """Proposers for each request; None for plain decoding."""
     recording: OpenRecorder | None = None
     """Recorder of answers; None if none are recorded."""
+    tuning: BackgroundTuning | None = None
+    """What tunes the drafter of a group on them; None if nothing does."""
 
 
 @contextmanager
 def open_parts(options: HeadOptions, known: Preflight) -> Iterator[CoordinatorParts]:
-    """Recorder and proposers as the options ask for; see `open_recorder` and `open_proposers`.
+    """Recorder, proposers and tuning as the options ask for.
 
     Raises:
-        MeshError: As they do.
+        MeshError: See `tuning_room`, `open_recorder` and `open_proposers`.
     """
+    room = tuning_room(options, known)
+    is_member = None if room is None else room.is_member
     # A folder that is refused is no reason to load a draft model.
-    with open_recorder(options, known) as recording, open_proposers(options, known) as proposers:
-        yield CoordinatorParts(proposers, recording)
+    with open_recorder(options, known) as recording, open_proposers(options, known, is_member) as proposers:
+        if room is None or proposers is None or proposers.group is None:
+            yield CoordinatorParts(proposers, recording)
+            return
+        bounds = TuningBounds(options.tune_idle_s, schedule=Schedule(minutes=options.tune_minutes))
+        tuning = BackgroundTuning(room, proposers.group, bounds)
+        with closing(tuning):
+            yield CoordinatorParts(proposers, recording, tuning)
 
 
 def new_coordinator(
@@ -93,6 +107,7 @@ def new_coordinator(
             needs,
             recorder=None if recording is None else recording.recorder,
             has_assistant=proposers is not None and proposers.assistant is not None,
+            tuning=parts.tuning,
         ),
         mesh_id=credentials.mesh_id,
         mesh_key=credentials.mesh_key,

@@ -162,7 +162,7 @@ class ModelRegistry:
 
     def __iter__(self) -> Iterator[ServedModel | EmbeddingModel]:
         """Models whose file was checked, in the order of loading."""
-        return iter([slot.model for slot in self._slots.values() if slot.model is not None])
+        return iter([slot.model for slot in tuple(self._slots.values()) if slot.model is not None])
 
     @property
     def saved(self) -> tuple[SavedModel, ...]:

@@ -102,6 +102,7 @@ def options_of_load(request: LoadRequest, head: HeadOptions) -> HeadOptions:
         hub_first=False,
         # The folder is of the first model.
         record_path=None,
+        tune_group=None,
         num_hosts=0,
         topology=None,
         # Bit equality was measured on processors only.

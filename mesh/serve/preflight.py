@@ -14,7 +14,7 @@ from mesh.cluster.addresses import bind_address, check_port_free
 from mesh.cluster.host_facts import HostFacts, find_gpus, read_host_facts
 from mesh.cluster.members import check_name
 from mesh.draft.drafter import Drafter, own_head, read_drafter, with_drafter
-from mesh.draft.memory import drafter_bytes, most_ctx_size
+from mesh.draft.memory import drafter_bytes, most_ctx_size, tuning_bytes
 from mesh.placement.gpu_layers import check_gpu_layers
 from mesh.placement.host_assignment import never
 from mesh.placement.memory_estimate import StageSizes, Workload
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 _TAIL_BYTES: Final = 1 << 20
 # With more than the fewest positions a draft model takes at most this part of its host's memory.
 _DRAFT_PART: Final = 8
+# That of `--draft`, a tuned one, and one that takes its place while sessions still use that.
+_NUM_TUNED: Final = 3
 
 log = structlog.get_logger()
 
@@ -322,13 +324,16 @@ def _draft_bytes(options: HeadOptions, drafter: Drafter | None, ctx_size: int, f
     wanted = options
     if drafter is None:
         return 0
-    needed = _bytes_of(options, drafter, ctx_size)
+    needed, what = _bytes_of(options, drafter, ctx_size), ""
+    remedy = "leave out --draft" if wanted.draft_path is not None else "add --no-draft-head"
+    if options.tune_group is not None:
+        needed = _NUM_TUNED * needed + tuning_bytes(drafter)
+        what, remedy = f", {_NUM_TUNED} times for --tune and once in training,", "leave out --tune"
     if needed > free_bytes:
         raise ModelDoesNotFit(
-            f"the draft model {drafter.path.name} needs {format_size(needed)} of this host with "
+            f"the draft model {drafter.path.name}{what} needs {format_size(needed)} of this host with "
             f"{options.parallel} x {ctx_size} positions in {wanted.draft_kv_type}; free are "
-            f"{format_size(max(0, free_bytes))}; lower --ctx-size or --parallel, or "
-            + ("leave out --draft" if wanted.draft_path is not None else "add --no-draft-head"),
+            f"{format_size(max(0, free_bytes))}; lower --ctx-size or --parallel, or {remedy}",
             param="--draft",
         )
     return needed

@@ -10,6 +10,7 @@ import structlog
 from mesh.coordinator.feature_store import FeatureNeeds
 from mesh.draft.assistant_trial import try_assistant
 from mesh.draft.loading import load_drafter
+from mesh.serve.group_drafter import GroupDrafter
 from mesh.serve.preflight import latest_answer
 from spanmesh_proto.errors import ModelError
 from spanmesh_proto.row_ids import has_rows
@@ -24,7 +25,7 @@ from speculative.remote_drafts import RemoteDrafter, RemoteDraftProposer
 from stages.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from mesh.engine import GenerationRequest, SpeculationMode
@@ -42,6 +43,8 @@ class Proposers:
     Args:
         mode: Proposers that are allowed.
         draft: The drafter, or None.
+        group: A group of API keys with a drafter of its own, which takes the place of `draft` there; None
+            without one.
         feature_needs: Hidden states that it reads; None if it reads none.
         assistant: The one that drafts beside the last stage; None without one.
         replay_path: File of recorded answers, of which the last is replayed; or None.
@@ -55,6 +58,7 @@ class Proposers:
         mode: SpeculationMode,
         *,
         draft: LoadedDrafter | None = None,
+        group: GroupDrafter | None = None,
         feature_needs: FeatureNeeds | None = None,
         assistant: RemoteDrafter | None = None,
         replay_path: Path | None = None,
@@ -63,6 +67,7 @@ class Proposers:
     ) -> None:
         self._mode = mode
         self._draft = draft
+        self.group = group
         self.feature_needs = feature_needs
         self.assistant = assistant
         self._replay_path = replay_path
@@ -88,19 +93,33 @@ class Proposers:
                 proposers.append(self._histories.open(request.history_key))
             proposers.append(NgramProposer())
         draft = self._draft if mode in {"auto", "draft"} or replace is not None else None
-        if draft is not None and draft.is_alive and not has_rows(request.prompt):
+        if draft is not None and not has_rows(request.prompt):
             # The target's own sampler and seed: draft and target then sample differently only where they
             # disagree.
-            sampler = Sampler(request.sampling, len(request.prompt))
-            proposers.append(draft.open(sampler.sample, request.client, replace))
+            choose = Sampler(request.sampling, len(request.prompt)).sample
+            if self.group is not None and self.group.is_of(request):
+                opened = self.group.open(choose, request.client, replace)
+            else:
+                opened = draft.open(choose, request.client, replace) if draft.is_alive else None
+            if opened is not None:
+                proposers.append(opened)
         if self.assistant is not None and (mode in {"auto", "draft"} or replace is not None):
             proposers.append(RemoteDraftProposer(self.assistant, replace))
         return proposers
 
 
 @contextmanager
-def open_proposers(options: HeadOptions, known: Preflight) -> Iterator[Proposers | None]:
+def open_proposers(
+    options: HeadOptions,
+    known: Preflight,
+    is_member: Callable[[GenerationRequest], bool] | None = None,
+) -> Iterator[Proposers | None]:
     """Proposers as the options ask for; None for plain decoding.
+
+    Args:
+        options: Options of the model.
+        known: Results of the checks before the start.
+        is_member: Whether a request is of the group with a drafter of its own; None without one.
 
     Raises:
         InvalidModel: If the draft has another vocabulary or cannot draft.
@@ -110,10 +129,12 @@ def open_proposers(options: HeadOptions, known: Preflight) -> Iterator[Proposers
         return
     assistant = _assistant(options, known)
     draft, needs = _loaded(options, known) if assistant is None else (None, None)
+    group = None if draft is None or is_member is None else GroupDrafter(draft, is_member)
     try:
         yield Proposers(
             options.speculate,
             draft=draft,
+            group=group,
             feature_needs=needs,
             assistant=assistant,
             replay_path=options.replay_path,
@@ -121,6 +142,8 @@ def open_proposers(options: HeadOptions, known: Preflight) -> Iterator[Proposers
             keeps_history=options.keeps_history,
         )
     finally:
+        if group is not None:
+            group.close()
         if draft is not None:
             draft.close()
 

@@ -13,12 +13,13 @@ from mesh.coordinator.feature_store import FeatureNeeds
 from mesh.tuning.recorder import CONTEXT, MOST_ANSWER_BYTES, Recorder
 from mesh.tuning.recording import RecordingHeader, recorded_model
 from mesh.tuning.recording_folder import RecordingFolder, RecordingLimits
+from mesh.tuning.tuned_folder import TunedFolder
 from spanmesh_proto.addresses import is_loopback
 from spanmesh_proto.errors import ClusterError, MeshError
 from speculative.proposer import DrafterKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from mesh.options.host import HeadOptions
@@ -42,8 +43,8 @@ class OpenRecorder:
     """Hidden states that are recorded."""
 
 
-class _AgreedKeys:
-    """Digests of the keys that may be recorded, as their file has them now.
+class AgreedKeys:
+    """Groups of the keys that may be recorded, as their file has them now. For any thread.
 
     Args:
         path: The key file; None if there is none.
@@ -51,24 +52,27 @@ class _AgreedKeys:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._stamp: tuple[int, ...] | None = None
-        self._found: frozenset[str] | None = None
+        # Together, so that no thread sees one with another's.
+        self._read: tuple[tuple[int, ...], Mapping[str, str | None] | None] = ((), None)
 
-    def __call__(self) -> frozenset[str] | None:
-        """In hex; what was read last while the file cannot be read, and None without one."""
+    def __call__(self) -> Mapping[str, str | None] | None:
+        """The group of each key, None for none, by its digest in hex.
+
+        It is what was read last while the file cannot be read, and None without one.
+        """
         if self._path is None:
             return None
         try:
             stat = self._path.stat()
             stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-            if stamp != self._stamp:
+            if stamp != self._read[0]:
                 records = read_key_file(self._path)
-                self._found = frozenset(record.digest.hex() for record in records if record.may_record)
-                self._stamp = stamp
+                groups = {record.digest.hex(): record.group for record in records if record.may_record}
+                self._read = (stamp, groups)
         except (OSError, MeshError):
             # Its requests are refused meanwhile; no key counts as removed.
-            self._stamp = None
-        return self._found
+            self._read = ((), self._read[1])
+        return self._read[1]
 
 
 @contextmanager
@@ -92,8 +96,9 @@ def open_recorder(options: HeadOptions, known: Preflight) -> Iterator[OpenRecord
     layers = tuple(layer + 1 for layer in needs.layers)
     header = RecordingHeader(recorded_model(options.model), layers)
     context_bytes = known.workload.ctx_size * header.shape.row_bytes
+    path, agreed = options.record_path.absolute(), AgreedKeys(options.api_key_path)
     folder = RecordingFolder(
-        options.record_path.absolute(),
+        path,
         header,
         RecordingLimits(options.most_record_bytes, options.record_days),
         one_bytes=min(context_bytes, MOST_ANSWER_BYTES),
@@ -101,7 +106,7 @@ def open_recorder(options: HeadOptions, known: Preflight) -> Iterator[OpenRecord
     recorder = Recorder(
         folder,
         header.shape,
-        _AgreedKeys(options.api_key_path),
+        lambda: _agreed(agreed, TunedFolder(path)),
         most_bytes=options.most_record_bytes,
     )
     log.info("recording", folder=str(options.record_path), layers=layers, row_bytes=header.shape.row_bytes)
@@ -109,6 +114,18 @@ def open_recorder(options: HeadOptions, known: Preflight) -> Iterator[OpenRecord
         yield OpenRecorder(recorder, needs)
     finally:
         recorder.close()
+
+
+def _agreed(keys: AgreedKeys, tuned: TunedFolder) -> frozenset[str] | None:
+    """Digests of the keys that may be recorded; drafters that learned from others are erased.
+
+    Raises:
+        ModelError: If one cannot be erased.
+    """
+    groups = keys()
+    if groups is not None and (num_erased := tuned.erase_others(groups)):
+        log.info("tuned_drafters_erased", number=num_erased)
+    return None if groups is None else frozenset(groups)
 
 
 def _needs(options: HeadOptions, known: Preflight) -> FeatureNeeds:

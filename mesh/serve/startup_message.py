@@ -78,6 +78,8 @@ def print_served(options: HeadOptions, state: MeshState, url: str, head: Head) -
     if options.record_path is not None:
         of = "keys that may be recorded" if options.api_key_path is not None else "all requests from here"
         _say(f"Answers to {of} are recorded in {options.record_path}.")
+    if options.tune_group is not None:
+        _say(f"In pauses a drafter for the keys of group {options.tune_group} is tuned on them.")
     _say("Ctrl-C stops it.")
 
 

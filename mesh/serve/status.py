@@ -36,7 +36,7 @@ from stages.runtime.llama_libraries import attention_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mesh.api.head_services import ModelAdmin, OnDemandModels
+    from mesh.api.head_services import DrafterAdmin, ModelAdmin, OnDemandModels
     from mesh.cluster.link_probe import LinkSurvey
     from mesh.cluster.members import Member, Members
     from mesh.coordinator.coordinator import PendingEngine
@@ -77,6 +77,8 @@ class HeadParts:
     """Head state on disk, for the next head."""
     on_demand: OnDemandModels | None = None
     """Models that requests load; None without a library."""
+    drafter_admin: DrafterAdmin | None = None
+    """What tunes the first model's drafter; None if nothing does."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from mesh.tuning.conversation_file import read_conversation
+from mesh.tuning.conversation_file import read_conversation, read_tokens
 from mesh.tuning.recording import conversation_paths, read_recording_header, require_same
 from spanmesh_proto.errors import ModelError
 
@@ -49,6 +49,77 @@ class RecordedAnswer:
         return self.token_ids[self.info.answer_start :]
 
 
+@dataclass(frozen=True)
+class AnswerChoice:
+    """Some answers of a recording."""
+
+    keys: frozenset[str]
+    """Digests of their API keys, in hex; empty for those without one."""
+    latest: str
+    """Name of the latest of them."""
+
+    def has(self, path: Path, info: ConversationInfo) -> bool:
+        """Whether a conversation is one of them."""
+        return info.key_digest in self.keys and path.name <= self.latest
+
+
+@dataclass(frozen=True)
+class AnswerCount:
+    """Answers of some API keys."""
+
+    num_tokens: int
+    """Tokens of those that are new."""
+    prompts: frozenset[int]
+    """Hashes of the prompts of all."""
+    choice: AnswerChoice
+    """All of them."""
+
+
+class AnswerCounts:
+    """Counts of a recording to which others add; each conversation is read once, without its features.
+
+    Args:
+        folder: The recording.
+        shape: Of its conversations.
+    """
+
+    def __init__(self, folder: Path, shape: FeatureShape) -> None:
+        self._folder = folder
+        self._shape = shape
+        # By the name of the conversation; None for one that is damaged.
+        self._known: dict[str, tuple[str, int, int] | None] = {}
+
+    def count(self, keys: frozenset[str], behind: str) -> AnswerCount:
+        """Count answers.
+
+        Args:
+            keys: Digests of API keys, in hex; empty for answers without one.
+            behind: Name of a conversation: those behind it are new.
+
+        Raises:
+            ModelError: If the folder cannot be read.
+        """
+        paths = {path.name: path for path in conversation_paths(self._folder)}
+        self._known = {name: self._known[name] for name in paths if name in self._known}
+        for name, path in paths.items():
+            if name not in self._known:
+                self._known[name] = self._read(path)
+        found = {name: each for name, each in self._known.items() if each is not None and each[0] in keys}
+        return AnswerCount(
+            num_tokens=sum(num_tokens for name, (_, num_tokens, _) in found.items() if name > behind),
+            prompts=frozenset(prompt for _, _, prompt in found.values()),
+            choice=AnswerChoice(frozenset(key for key, _, _ in found.values()), max(found, default="")),
+        )
+
+    def _read(self, path: Path) -> tuple[str, int, int] | None:
+        try:
+            found = read_tokens(path, self._shape)
+        except ModelError:
+            return None
+        prompt = found.info.prompt_id or str(path)
+        return found.info.key_digest, found.num_answer_tokens, prompt_hash(prompt)
+
+
 @dataclass(frozen=True, eq=False)
 class AnswerIndex:
     """Answers of one or several recordings of one model."""
@@ -71,12 +142,15 @@ class Split:
     """For the report."""
 
 
-def index_answers(folders: Sequence[Path], wanted: RecordingHeader) -> AnswerIndex:
+def index_answers(
+    folders: Sequence[Path], wanted: RecordingHeader, choice: AnswerChoice | None = None
+) -> AnswerIndex:
     """Read all conversations once, and keep what is small of them.
 
     Args:
         folders: The recordings.
         wanted: Model and layers that they have to be of.
+        choice: Those that count; all unless given.
 
     Raises:
         ModelError: If one is of another model or layers, or none has a conversation.
@@ -87,6 +161,8 @@ def index_answers(folders: Sequence[Path], wanted: RecordingHeader) -> AnswerInd
         require_same(read_recording_header(folder), wanted, folder)
         for path in conversation_paths(folder):
             try:
+                if choice is not None and not choice.has(path, read_tokens(path, wanted.shape).info):
+                    continue
                 conversation = read_conversation(path, wanted.shape)
             except ModelError:
                 num_dropped += 1

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.tuning.acceptance import AnswerDrafts
+    from mesh.tuning.answers import AnswerChoice
 
 Progress = Callable[[str, float], None]
 """Called with what is being done, and the share of it that is done, 0 to 1."""
@@ -61,6 +62,10 @@ class TuneJob:
     """Tokens that can be drafted: None for as many as before, 0 for the same ones."""
     is_resumed: bool
     """Whether an unfinished run goes on."""
+    choice: AnswerChoice | None = None
+    """Answers that count; None for all."""
+    is_background: bool = False
+    """Whether it gives way to all else on this host, and time counts while it computes only."""
 
 
 @dataclass(frozen=True)

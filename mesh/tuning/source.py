@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from mesh.tuning.answers import RecordedAnswer
     from mesh.tuning.drafter_file import Eagle3Weights, TensorRows
+    from stages.gguf import GgufHeader
 
 PROMPTS: Final = "prompts"
 """Name of the metadata with the hashes of prompts that a drafter has learned from."""
@@ -52,9 +53,7 @@ class Source:
     @property
     def known_prompts(self) -> frozenset[int]:
         """Hashes of prompts that the drafter has learned from."""
-        value = drafter_file.tuned_values(self.drafter.header).get(PROMPTS)
-        hashes = None if value is None or value.type is ValueType.STRING else value.decode()
-        return frozenset(int(each) for each in hashes) if isinstance(hashes, tuple) else frozenset()
+        return known_prompts(self.drafter.header)
 
     @property
     def embedding(self) -> TensorRows:
@@ -76,3 +75,10 @@ class Source:
         if np.array_equal(token_ids, weights.token_ids):
             return weights
         return replace(weights, head=head.rows(token_ids), token_ids=token_ids)
+
+
+def known_prompts(header: GgufHeader) -> frozenset[int]:
+    """Hashes of prompts that a drafter has learned from, by the header of its file."""
+    value = drafter_file.tuned_values(header).get(PROMPTS)
+    hashes = None if value is None or value.type is ValueType.STRING else value.decode()
+    return frozenset(int(each) for each in hashes) if isinstance(hashes, tuple) else frozenset()

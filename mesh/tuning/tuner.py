@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
-from typing import TYPE_CHECKING, Any
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, Final
 
 from mesh.draft.loading import check_drafter
 from mesh.tuning.acceptance import gain
@@ -17,16 +21,38 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.tuning.jobs import MeasuredFolder, MeasureJob, Progress, TuneJob, TuneOutcome
+    from stages.isolated import ProcessHandle
+
+_NICENESS: Final = 15
+_PR_SET_PDEATHSIG: Final = 1
 
 
-def tune(job: TuneJob, progress: Progress) -> TuneOutcome:
+def require_torch() -> None:
+    """Check that drafters can be tuned and measured here.
+
+    Raises:
+        ModelError: If they cannot.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ModelError(
+            "drafters are trained and measured with the package torch: pip install 'spanmesh[tune]', see "
+            "docs/installing.md for the build of it"
+        )
+
+
+def tune(job: TuneJob, progress: Progress, handle: ProcessHandle | None = None) -> TuneOutcome:
     """Tune a drafter.
+
+    Args:
+        job: What is asked for.
+        progress: Called while it is made.
+        handle: Takes the process, to stop or to end it.
 
     Raises:
         ModelError: If torch is missing, if a recording or a file does not fit, if the drafter foretells no
             more with its features than with others, or if the process ends.
     """
-    outcome: TuneOutcome = _in_process(_tune, job, progress)
+    outcome: TuneOutcome = _in_process(_tune, job, progress, handle)
     return outcome
 
 
@@ -73,23 +99,20 @@ def require_ready(output: Path, *, is_resumed: bool) -> None:
     Raises:
         ModelError: If torch is missing, or an unfinished run is in the way.
     """
-    _require_torch()
+    require_torch()
     if not is_resumed:
         RunFolder(output).require_new()
 
 
-def _require_torch() -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise ModelError(
-            "drafters are trained and measured with the package torch: pip install 'spanmesh[tune]', see "
-            "docs/installing.md for the build of it"
-        )
-
-
-def _in_process(function: Callable[..., Any], job: TuneJob | MeasureJob, progress: Progress) -> Any:
-    _require_torch()
+def _in_process(
+    function: Callable[..., Any],
+    job: TuneJob | MeasureJob,
+    progress: Progress,
+    handle: ProcessHandle | None = None,
+) -> Any:
+    require_torch()
     try:
-        return call(function, job, progress=progress)
+        return call(function, job, progress=progress, handle=handle)
     except ProcessEnded as ended:
         raise ModelError(
             f"the process that computes with torch ended with exit code {ended.exit_code}: if memory ran "
@@ -99,6 +122,8 @@ def _in_process(function: Callable[..., Any], job: TuneJob | MeasureJob, progres
 
 def _tune(job: TuneJob, report: Progress) -> TuneOutcome:
     """Work of the process."""
+    if job.is_background:
+        _give_way()
     from mesh.tuning.work import tune_here  # noqa: PLC0415 - torch
 
     return tune_here(job, report)
@@ -109,3 +134,15 @@ def _measure(job: MeasureJob, report: Progress) -> tuple[MeasuredFolder, ...]:
     from mesh.tuning.work import measure_here  # noqa: PLC0415 - torch
 
     return measure_here(job, report)
+
+
+def _give_way() -> None:
+    """Compute behind all else, and end with the parent, in which state ever this process is.
+
+    A stopped process cannot look whether its parent still lives. Linux kills it then. Elsewhere the group of
+    its own is continued with SIGHUP by the system once the parent is gone.
+    """
+    os.nice(_NICENESS)
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -96,7 +96,7 @@ def tune_here(job: TuneJob, report: Progress) -> TuneOutcome:
     """See `mesh.tuning.tuner.tune`."""
     source = Source(job.target, job.drafter)
     report("reading the recording", 0.0)
-    index = index_answers(job.folders, source.recorded)
+    index = index_answers(job.folders, source.recorded, job.choice)
     split = split_by_prompt(index.answers, source.known_prompts)
     compute = _compute(job.device)
     folder = RunFolder(job.output)
@@ -117,7 +117,7 @@ def tune_here(job: TuneJob, report: Progress) -> TuneOutcome:
         Lesson(split.learned, split.watched, index.shape, lexicon, start.token_ids),
         job.schedule,
         folder,
-        clocks=(time.monotonic, time.process_time),
+        clocks=(time.process_time if job.is_background else time.monotonic, time.process_time),
         report=lambda at: report(_shown(at), at.step / at.num_steps),
     )
     state = trainer.run()

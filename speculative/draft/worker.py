@@ -247,6 +247,11 @@ class DraftThread:
         row_ms = ((several_ms or 0.0) - (lone_ms or 0.0)) / _NUM_COMPARED_ROWS
         return DraftCost(self.ms_per_token, self.tokens_per_pass, row_ms)
 
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that were added, and not removed."""
+        return len(self._sessions)
+
     def add(self, session: DraftSession) -> None:
         """Add a session."""
         with self._changed:
@@ -446,8 +451,17 @@ class LoadedDrafter:
         """Whether it can draft: neither the process that computes nor the thread has ended."""
         return self._context.is_alive and self._thread.failure is None
 
+    @property
+    def num_open(self) -> int:
+        """Sessions that are open."""
+        return self._thread.num_sessions
+
     def open(
-        self, choose: Choose, client: str | None = None, replace: Replace | None = None
+        self,
+        choose: Choose,
+        client: str | None = None,
+        replace: Replace | None = None,
+        number: int | None = None,
     ) -> DraftProposer:
         """A proposer for one session; at most `options.num_sessions` may be open at once.
 
@@ -459,8 +473,10 @@ class LoadedDrafter:
                 the API is open.
             replace: For benchmarks: what is proposed instead of what was drafted, after as much computing.
                 Called on the draft's thread.
+            number: Of the drafter, in the proposer's name; see `speculative.proposer.is_drafter`.
         """
-        sequence = KINDS[self._kind].sequence(self._kind.proposer, self._options, self._context)
+        name = self._kind.proposer + ("" if number is None else f"/{number}")
+        sequence = KINDS[self._kind].sequence(name, self._options, self._context)
         return DraftProposer(self._thread, DraftSession(sequence, choose, client, replace))
 
     def close(self) -> None:

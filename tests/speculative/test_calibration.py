@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculative.acceptance import NUM_BUCKETS, AcceptanceTable, Calibration, bucket_of
-from speculative.proposer import Proposal
+from speculative.proposer import Proposal, is_drafter
 
 
 def fresh() -> Calibration:
@@ -83,3 +83,19 @@ def test_it_is_always_a_probability(judged: list[tuple[float, int]], asked: floa
 @given(st.floats(0.0, 1.0))
 def test_every_confidence_has_a_bucket(confidence: float) -> None:
     assert 0 <= bucket_of(confidence) < NUM_BUCKETS
+
+
+def test_the_best_of_some_proposers_is_that_of_this_session() -> None:
+    shared = AcceptanceTable(100)
+    own, other = Calibration(shared), Calibration(shared)
+    for calibration, name, num_right in ((own, "eagle3/1", 1), (own, "ngram", 9), (other, "eagle3", 10)):
+        for index in range(10):
+            calibration.judged(Proposal((5,), (0.5,), name), int(index < num_right))
+    assert own.best_mean(is_drafter) == pytest.approx(0.1, abs=0.05)
+    assert other.best_mean(is_drafter) > 0.9
+    assert Calibration(shared).best_mean(is_drafter) == 0.0
+
+
+def test_numbers_behind_a_kind_name_drafters() -> None:
+    assert [is_drafter(name) for name in ("draft", "eagle3", "eagle3/0", "eagle3/12")] == [True] * 4
+    assert [is_drafter(name) for name in ("ngram", "ngram/1", "", "/1", "oracle")] == [False] * 5

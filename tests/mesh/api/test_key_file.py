@@ -20,7 +20,10 @@ from mesh.api.api_keys import (
     remove_key,
 )
 from mesh.cli.main import run
+from mesh.tuning.tuned_folder import TunedDrafter, TunedFolder
 from spanmesh_proto.errors import MeshError
+from tests.support.recordings import write_recording
+from tests.support.tiny_models import TinyModel
 
 LIMITS = st.none() | st.integers(1, 10**12)
 MOMENTS = st.none() | st.integers(0, 2**33).map(lambda seconds: dt.datetime.fromtimestamp(seconds, dt.UTC))
@@ -35,6 +38,7 @@ MOMENTS = st.none() | st.integers(0, 2**33).map(lambda seconds: dt.datetime.from
     concurrent=LIMITS,
     may_load=st.booleans(),
     may_record=st.booleans(),
+    group=st.none() | st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", fullmatch=True),
 )
 def test_a_key_is_read_as_it_was_written(
     name: str,
@@ -46,6 +50,7 @@ def test_a_key_is_read_as_it_was_written(
     *,
     may_load: bool,
     may_record: bool,
+    group: str | None,
 ) -> None:
     check_key_name(name)
     record = KeyRecord(
@@ -57,6 +62,7 @@ def test_a_key_is_read_as_it_was_written(
         max_concurrent=concurrent,
         may_load=may_load,
         may_record=may_record,
+        group=group,
     )
     assert parse_key_line(format_key_line(record)) == record
 
@@ -81,6 +87,8 @@ def test_any_line_is_a_key_or_an_error_of_ours(line: str) -> None:
         (f"sha256:{'0' * 64} expires=tomorrow", "not a date such as"),
         (f"sha256:{'0' * 64} may-load=1", "neither yes nor no"),
         (f"sha256:{'0' * 64} may-record=maybe", "neither yes nor no"),
+        (f"sha256:{'0' * 64} may-record=yes group=", "has a group that is no name"),
+        (f"sha256:{'0' * 64} group=a/b", "has a group that is no name"),
         (f"sha256:{'0' * 64} colour=red", "unknown setting"),
         (f"sha256:{'0' * 64} expires=2030-01-01 expires=2030-01-01", "has a setting twice"),
         ("neither this", "is not `NAME"),
@@ -230,3 +238,40 @@ def test_a_hash_is_no_key_for_a_client(tmp_path: Path, capsys: pytest.CaptureFix
     add_key(path, KeyRecord("alice", digest_of("of alice")))
     assert run(["status", "--api-key-file", str(path)]) == 1
     assert "MESH_API_KEY" in capsys.readouterr().err
+
+
+def test_a_group_is_of_keys_that_may_be_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    where = ["--api-key-file", str(tmp_path / "keys")]
+    assert run(["keys", "add", "alice", "--group", "staff", *where]) == 1
+    assert (
+        "--group staff is for keys whose answers may be recorded: add --may-record" in capsys.readouterr().err
+    )
+    assert run(["keys", "add", "alice", "--may-record", "--group", "a b", *where]) == 1
+    assert "'a b' cannot be a group's name" in capsys.readouterr().err
+    assert run(["keys", "add", "alice", "--may-record", "--group", "staff", *where]) == 0
+    assert run(["keys", "add", "bob", *where]) == 0
+    capsys.readouterr()
+    assert run(["keys", "list", *where]) == 0
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    found = {row[0]: row[-2:] for row in rows if row and row[0] in {"alice", "bob"}}
+    assert found == {"alice": ["yes", "staff"], "bob": ["no", "no"]}
+
+
+def test_with_a_key_go_drafters_that_learned_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--api-key-file", str(tmp_path / "keys")]
+    for name in ("alice", "bob"):
+        assert run(["keys", "add", name, "--may-record", "--group", "staff", *where]) == 0
+    digests = {record.name: record.digest.hex() for record in read_key_file(tmp_path / "keys")}
+    target = TinyModel("llama").write(tmp_path / "tiny.gguf")
+    folder = write_recording(tmp_path / "of", target, [])
+    tuned = TunedFolder(folder)
+    for number, keys in enumerate([("alice",), ("alice", "bob")], 1):
+        tuned.write(TunedDrafter(number, "", 0, "staff", tuple(digests[key] for key in keys), ""))
+    assert run(["keys", "rm", "bob", "--recording", str(folder), *where]) == 0
+    assert "0 recorded answers and 1 drafters were erased" in capsys.readouterr().err
+    assert [drafter.number for drafter in tuned.drafters()] == [1]

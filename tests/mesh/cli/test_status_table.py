@@ -130,6 +130,23 @@ def test_what_is_on_the_disks_is_told(
     assert "kv disk" not in shown(capsys, monkeypatch, kv_disk=None)
 
 
+def test_a_tuned_drafter_is_told_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"group": "staff", "state": "waiting for answers", "new_tokens": 1200, "new_prompts": 14}
+    said = shown(capsys, monkeypatch, tuning=told)
+    new = "1,200 new tokens, 14 new prompts"
+    assert f"tuning: group staff is served with the file of --draft; waiting for answers; {new};" in said
+    assert "latest" not in said
+    told |= {"state": "paused", "step": "learning: step 3 of 9, 33%", "drafter": "0002.gguf", "age_s": 5400}
+    told |= {"gain": 0.125, "learned_tokens": 9000, "learned_prompts": 80, "chosen": 2, "refused": 1}
+    said = shown(capsys, monkeypatch, tuning={**told, "latest": "0003 was refused: it cannot draft"})
+    learned = "learned from 9,000 tokens of 80 prompts; paused, learning: step 3 of 9, 33%;"
+    assert f"served with 0002.gguf, 1.5 hours old, +0.125 accepted a window, {learned}" in said
+    assert "2 chosen, 1 refused, 0 gone back; latest: 0003 was refused: it cannot draft\n" in said
+    assert "tuning" not in shown(capsys, monkeypatch, tuning=None)
+
+
 def test_gpus_are_shown_with_what_they_bring(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from mesh.engine import Committed, GenerationRequest, GenerationStats
 from mesh.metrics.prometheus import ModelFigures, exposition
 from mesh.metrics.request_metrics import Histogram, ObservedEngine, RequestStatistics
 from mesh.serve.proposers import Proposers
-from mesh.status import MeshStatus, RecordingStatus
+from mesh.status import MeshStatus, RecordingStatus, TuningStatus
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
 from speculative.draft.context import DraftOptions
@@ -203,7 +203,8 @@ async def test_every_metric_named_in_the_documents_and_the_dashboard_exists_and_
     monkeypatch.setenv("XDG_CACHE_HOME", str(stage_cache_dir))
     documents = names_in(ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
     # This mesh has no disks: see tests/end_to_end/ring/test_disk_in_flight.py. It records nothing, see below.
-    documents = {name for name in documents if not name.startswith(("mesh_kv_disk", "mesh_recording"))}
+    elsewhere = ("mesh_kv_disk", "mesh_recording", "mesh_tuning")
+    documents = {name for name in documents if not name.startswith(elsewhere)}
     dashboard = names_in(ROOT / "examples" / "grafana_dashboard.json")
     assert len(documents) > 25
     assert len(dashboard) > 25
@@ -309,5 +310,21 @@ def test_metrics_of_a_recording() -> None:
     found = {name: sum(samples[name].values()) for name in documents}
     assert sorted(found.values()) == [1, 2, 3, 4, 5, 6]
     assert found["mesh_recording_left_out_total"] == 5
+    none = ModelFigures("smollm2", RequestStatistics(), MeshStatus())
+    assert not documents & samples_of(exposition([none])[0].decode()).keys()
+
+
+def test_metrics_of_tuning() -> None:
+    documents = {name for name in names_in(ROOT / "docs" / "operating.md") if "mesh_tuning" in name}
+    assert len(documents) == 6
+    tuning = TuningStatus(state="tuning", drafter="0001.gguf", new_tokens=4, chosen=2, refused=3, gone_back=5)
+    figures = ModelFigures("smollm2", RequestStatistics(), MeshStatus(tuning=tuning))
+    samples = samples_of(exposition([figures])[0].decode())
+    found = {name: sum(samples[name].values()) for name in documents}
+    assert sorted(found.values()) == [1, 1, 2, 3, 4, 5]
+    assert found["mesh_tuning_refused_total"] == 3
+    tuning.state, tuning.drafter = "paused", None
+    samples = samples_of(exposition([figures])[0].decode())
+    assert sum(samples["mesh_tuning_running"].values()) == sum(samples["mesh_tuning_served"].values()) == 0
     none = ModelFigures("smollm2", RequestStatistics(), MeshStatus())
     assert not documents & samples_of(exposition([none])[0].decode()).keys()

@@ -15,7 +15,7 @@ from mesh.options.host import HeadOptions
 from mesh.options.model import LoadRequest
 from mesh.serve.options import options_of_load
 from mesh.serve.preflight import check_model
-from mesh.serve.recording import _AgreedKeys, open_recorder
+from mesh.serve.recording import AgreedKeys, open_recorder
 from mesh.tuning.recording import read_recording_header
 from spanmesh_proto.errors import ClusterError, ModelError
 from speculative.proposer import DrafterKind
@@ -108,26 +108,29 @@ def test_without_record_there_is_no_recorder(options: HeadOptions, known: Prefli
 
 
 def test_keys_that_agree_are_those_of_the_file_now(tmp_path: Path) -> None:
-    assert _AgreedKeys(None)() is None
+    assert AgreedKeys(None)() is None
     path = tmp_path / "keys"
-    agreed = _AgreedKeys(path)
+    agreed = AgreedKeys(path)
     assert agreed() is None
     for record in (ALICE, BOB):
         add_key(path, record)
-    assert agreed() == frozenset({ALICE.digest.hex()})
+    alone = {ALICE.digest.hex(): None}
+    assert agreed() == alone
     path.write_text(path.read_text().replace(" may-record=yes", " may-record=no"))
-    assert agreed() == frozenset()
-    path.write_text(path.read_text().replace("may-record=no", "may-record=yes"))
-    assert agreed() == frozenset({ALICE.digest.hex()})
+    assert agreed() == {}
+    path.write_text(path.read_text().replace("may-record=no", "may-record=yes group=staff"))
+    assert agreed() == {ALICE.digest.hex(): "staff"}
+    path.write_text(path.read_text().replace(" group=staff", ""))
+    assert agreed() == alone
     # While the file cannot be read no key counts as removed.
     whole = path.read_text()
     path.write_text("alice sha256:00\n")
-    assert agreed() == frozenset({ALICE.digest.hex()})
+    assert agreed() == alone
     path.unlink()
-    assert agreed() == frozenset({ALICE.digest.hex()})
+    assert agreed() == alone
     path.write_text(whole)
     remove_key(path, "alice")
-    assert agreed() == frozenset()
+    assert agreed() == {}
 
 
 @pytest.mark.parametrize("option", [("--record-limit", "1G"), ("--tap-layers", "2,4,5")])
