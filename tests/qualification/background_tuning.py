@@ -44,7 +44,7 @@ from stages.process_limits import num_usable
 from tests.qualification.bounded_report import bounded_report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 ALICE, BOB, GROUP = "sk-of-alice", "sk-of-bob", "staff"
@@ -317,7 +317,8 @@ class Measurement:
 
     def _pairs(self) -> tuple[list[Answer], list[Answer]]:
         """Answers to requests that come while the training computes, and while it stands still."""
-        computing, still = [], []
+        computing: list[Answer] = []
+        still: list[Answer] = []
         asked = iter(questions(_TABLES, 2 * _NUM_PAIRS, seed=3))
         for _ in range(_NUM_PAIRS):
             begun_s = time.monotonic()
@@ -357,7 +358,7 @@ class Measurement:
             write_conversation(conversation_path(self._recording, _FIRST_NOISY + number), noisy)
 
 
-def questions(tables: dict[str, tuple[str, ...]], number: int, *, seed: int) -> list[str]:
+def questions(tables: Mapping[str, tuple[str, ...]], number: int, *, seed: int) -> list[str]:
     """Questions about tables, all of them different."""
     draw = random.Random(seed)
     found: dict[str, None] = {}

@@ -243,7 +243,8 @@ def test_a_worse_candidate_is_never_served(room: TuningRoom, monkeypatch: pytest
         (found,) = measure_drafters(MeasureJob(job.folders, job.target, files, job.device), progress)
         assert len(found.drafters[0].answers) > 8
         state = TrainingState(stopped_by="passes")
-        return TuneOutcome(spoilt, *found.drafters, 1, 1, 0, 1, state, 1, is_retrimmed=False)
+        before, after = found.drafters
+        return TuneOutcome(spoilt, before, after, 1, 1, 0, 1, state, 1, is_retrimmed=False)
 
     tuned(room)
     better = 1
