@@ -281,15 +281,15 @@ class BackgroundTuning:
             source=self._group.number,
             group=self._room.group,
             keys=tuple(sorted({*choice.keys, *source})),
-            latest=choice.latest,
+            latest_s=choice.latest_s,
         )
         self._folder.write(drafter)
         self._start(drafter, is_resumed=False)
 
     def _count(self) -> AnswerChoice:
         """Note how much is new."""
-        behind = self._folder.tried(self._base, self._room.group)
-        found = self._counts.count(self._room.members(), behind)
+        behind_s = self._folder.tried(self._base, self._room.group)
+        found = self._counts.count(self._room.members(), behind_s)
         if self._learned is None:
             self._learned = known_prompts(read_header(self._room.file(self._group.number)))
         num_tokens, num_prompts = found.num_tokens, len(found.prompts - self._learned)
@@ -315,7 +315,7 @@ class BackgroundTuning:
             device=Device(),
             vocabulary=None,
             is_resumed=is_resumed,
-            choice=AnswerChoice(frozenset(drafter.keys), drafter.latest),
+            choice=AnswerChoice(frozenset(drafter.keys), drafter.latest_s),
             is_background=True,
         )
         log.info("tuning_begins", group=drafter.group, number=drafter.number, is_resumed=is_resumed)

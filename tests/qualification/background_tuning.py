@@ -353,7 +353,7 @@ class Measurement:
             tokens = found.token_ids.copy()
             start = found.info.answer_start
             tokens[start:] = noise.integers(100, header.shape.n_vocab, len(tokens) - start)
-            info = replace(found.info, prompt_id=f"noise {number}")
+            info = replace(found.info, prompt_id=f"noise {number}", time_s=time.time())
             noisy = replace(found, info=info, token_ids=tokens)
             write_conversation(conversation_path(self._recording, _FIRST_NOISY + number), noisy)
 
