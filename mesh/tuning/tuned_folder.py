@@ -41,9 +41,9 @@ class TunedDrafter:
     number: int
     """From 1 on: each is younger than those before."""
     base: str
-    """SHA-256 of the file that `--draft` named, in hex."""
+    """SHA-256 of the base drafter's file, in hex: that with which tuning began."""
     source: int
-    """Number of the drafter that it was tuned from; 0 for that of `--draft`."""
+    """Number of the drafter that it was tuned from; 0 for the base drafter."""
     group: str
     """Group of API keys that it serves."""
     keys: tuple[str, ...]
@@ -240,7 +240,7 @@ def may_serve(drafter: TunedDrafter, base: str, group: str, members: frozenset[s
 
     Args:
         drafter: The drafter.
-        base: Digest of the file that `--draft` names.
+        base: Digest of the base drafter's file.
         group: The group.
         members: Digests of its keys; `NO_KEY` alone where there are no keys.
     """

@@ -204,7 +204,7 @@ def test_it_is_taken_again_after_a_restart_and_left_when_an_operator_wants_it(ro
         serves(room, group, 1)
         asyncio.run(running.go_back())
         serves(room, group, 0)
-        with pytest.raises(ClusterError, match="with the drafter of --draft, before which there is none"):
+        with pytest.raises(ClusterError, match="that tuning began with: there is none before it"):
             asyncio.run(running.go_back())
         assert names(room) == ["tried.json"]
     with tuning(room) as (running, group):
