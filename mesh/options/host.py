@@ -276,7 +276,7 @@ class HeadOptions(HostOptions, ModelOptions):
             section=SPECULATION,
             flag="--tune",
             metavar="GROUP",
-            help="In pauses of the load, tune the drafter of --draft on recorded answers to the API keys of "
+            help="In pauses of the load, tune the drafter on recorded answers to the API keys of "
             "this group (`mesh keys add --may-record --group`), and serve these keys alone with it.",
         ),
     ] = None
