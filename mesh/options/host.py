@@ -281,14 +281,14 @@ class HeadOptions(HostOptions, ModelOptions):
         ),
     ] = None
     tune_minutes: Annotated[
-        float,
-        Field(gt=0),
+        int,
+        Field(ge=1),
         Option(
             section=SPECULATION,
             metavar="MINUTES",
             help="Longest time of one training, pauses left out.",
         ),
-    ] = 20.0
+    ] = 20
     tune_idle_s: Annotated[
         float,
         Field(ge=0),
