@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from mesh.coordinator.generation import Generation, InFlightWindow
+    from mesh.coordinator.plugs import NewRing
     from mesh.coordinator.speculation import Speculator
     from mesh.status import MeshStatus, TuningStatus
     from spanmesh_proto import windows_pb2 as wire
@@ -19,7 +20,7 @@ class Tuning(Protocol):
     """What tunes drafters; see `mesh.serve.background_tuning.BackgroundTuning`. Never waits."""
 
     def came(self) -> None:
-        """A request is about to begin: what computes stops."""
+        """A request is about to begin, or can from now on: what computes stops."""
 
     def began(self, session: Hashable) -> None:
         """A session runs, again perhaps."""
@@ -43,6 +44,11 @@ class TuningPlug(Plug):
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
+
+    def in_ring(self, new: NewRing) -> None:
+        """A ring begins: while its stages were loaded nothing was idle."""
+        del new
+        self._tuning.came()
 
     def in_session(self, generation: Generation, speculator: Speculator | None) -> SessionTuning:
         """Its part in a new session."""

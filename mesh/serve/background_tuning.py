@@ -75,7 +75,7 @@ class BackgroundTuning:
         self._now_s = now_s
         # Of the idle clock, the served acceptance and the run, which the event loop uses as well.
         self._guard = threading.Lock()
-        self._idle = IdleClock(clock_s())
+        self._idle = IdleClock()
         self._acceptance = ServedAcceptance(bounds.least_windows)
         self._run: BackgroundRun | None = None
         self._served: TunedDrafter | None = None
@@ -93,7 +93,7 @@ class BackgroundTuning:
         self._thread.start()
 
     def came(self) -> None:
-        """A request is about to begin: what computes stops."""
+        """A request is about to begin, or can from now on: what computes stops."""
         with self._guard:
             self._idle.came(self._clock_s())
             if self._run is not None:
@@ -303,7 +303,11 @@ class BackgroundTuning:
         with self._guard:
             if self._others_busy():
                 self._idle.came(self._clock_s())
-            return self._idle.idle_s(self._clock_s()) >= self._bounds.idle_s
+            return self._is_idle_now()
+
+    def _is_idle_now(self) -> bool:
+        idle_s = self._idle.idle_s(self._clock_s())
+        return idle_s > 0.0 and idle_s >= self._bounds.idle_s
 
     def _start(self, drafter: TunedDrafter, *, is_resumed: bool) -> None:
         job = TuneJob(
@@ -321,7 +325,7 @@ class BackgroundTuning:
         log.info("tuning_begins", group=drafter.group, number=drafter.number, is_resumed=is_resumed)
         with self._guard:
             self._run = BackgroundRun(drafter, job)
-            if self._idle.idle_s(self._clock_s()) < self._bounds.idle_s:
+            if not self._is_idle_now():
                 self._run.stop()
 
     def _follow(self, run: BackgroundRun) -> None:
@@ -333,7 +337,7 @@ class BackgroundTuning:
         is_idle = self._is_idle()
         with self._guard:
             # A request may have come between the two.
-            if is_idle and self._idle.idle_s(self._clock_s()) >= self._bounds.idle_s:
+            if is_idle and self._is_idle_now():
                 run.go_on()
             else:
                 run.stop()

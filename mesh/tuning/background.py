@@ -49,18 +49,14 @@ class Verdict:
 
 
 class IdleClock:
-    """Time since the last request.
+    """Time since the last request, or since requests can be answered. All times are monotonic seconds."""
 
-    Args:
-        now_s: Monotonic seconds.
-    """
-
-    def __init__(self, now_s: float) -> None:
+    def __init__(self) -> None:
         self._running: set[Hashable] = set()
-        self._latest_s = now_s
+        self._latest_s: float | None = None
 
     def came(self, now_s: float) -> None:
-        """A request has come."""
+        """A request has come, or the first one can."""
         self._latest_s = now_s
 
     def began(self, session: Hashable, now_s: float) -> None:
@@ -75,8 +71,8 @@ class IdleClock:
             self._latest_s = now_s
 
     def idle_s(self, now_s: float) -> float:
-        """Seconds since the last request ended; 0 while one runs."""
-        return 0.0 if self._running else now_s - self._latest_s
+        """Seconds since the last request ended; 0 while one runs, and before any can come."""
+        return 0.0 if self._running or self._latest_s is None else now_s - self._latest_s
 
 
 @dataclass

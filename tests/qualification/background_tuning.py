@@ -11,7 +11,7 @@ this one run:
 - *acceptance*: of the same questions before and after the swap, as served;
 - *first token* and *time between tokens* of requests that come while the training computes, over those that
   come while it stands still, taken in turn;
-- *a worse candidate*: noise is put into the recording, and learned; what comes of that is not served.
+- *a worse candidate*: noise takes the place of what is recorded; what learns it is not served.
 
 It takes six minutes on two cores.
 """
@@ -289,7 +289,7 @@ class Measurement:
         left = client.until(lambda tuning: tuning["refused"] or tuning["chosen"] > 1)
         log.info("noise_learned", **left)
         self._add_noise(_FIRST_NOISY + _NUM_NOISY)
-        client.until(lambda tuning: tuning["state"] == "tuning")
+        client.until(_is_learning)
         self._kill_training()
         killed = client.until(lambda tuning: tuning["refused"] > 1 or tuning["chosen"] > 1)
         log.info("training_killed", **killed)
@@ -342,7 +342,7 @@ class Measurement:
                             "the training was over before a request came: raise the number of answers"
                         )
                     return computing, still
-                if tuning["state"] != "tuning" or not (tuning["step"] or "").startswith("learning"):
+                if not _is_learning(tuning):
                     begun_s = time.monotonic()
                 time.sleep(_POLL_S)
             pair = []
@@ -366,21 +366,27 @@ class Measurement:
         training.kill()
 
     def _add_noise(self, first: int) -> None:
-        """Put answers into the recording whose tokens have nothing to do with their hidden states.
+        """Replace what is recorded by answers whose tokens have nothing to do with their hidden states.
 
         Args:
             first: Number of the first of them.
         """
         header = read_recording_header(self._recording)
-        noise = np.random.default_rng(4)
-        for number, path in enumerate(conversation_paths(self._recording)[:_NUM_NOISY]):
-            found = read_conversation(path, header.shape)
-            tokens = found.token_ids.copy()
-            start = found.info.answer_start
-            tokens[start:] = noise.integers(100, header.shape.n_vocab, len(tokens) - start)
-            info = replace(found.info, prompt_id=f"noise {number}", time_s=time.time())
-            noisy = replace(found, info=info, token_ids=tokens)
-            write_conversation(conversation_path(self._recording, first + number), noisy)
+        noise = np.random.default_rng(first)
+        for number, path in enumerate(conversation_paths(self._recording)):
+            if number < _NUM_NOISY:
+                found = read_conversation(path, header.shape)
+                tokens = found.token_ids.copy()
+                start = found.info.answer_start
+                tokens[start:] = noise.integers(100, header.shape.n_vocab, len(tokens) - start)
+                info = replace(found.info, prompt_id=f"noise {first + number}", time_s=time.time())
+                noisy = replace(found, info=info, token_ids=tokens)
+                write_conversation(conversation_path(self._recording, first + number), noisy)
+            path.unlink()
+
+
+def _is_learning(tuning: dict[str, Any]) -> bool:
+    return tuning["state"] == "tuning" and (tuning["step"] or "").startswith("learning")
 
 
 def questions(tables: Mapping[str, tuple[str, ...]], number: int, *, seed: int) -> list[str]:

@@ -50,11 +50,16 @@ def test_a_process_stands_still_goes_on_and_ends() -> None:
     until(lambda: told[-1] > 3)
     handle.stop()
     assert handle.is_stopped
+
+    def stands_still() -> bool:
+        before = told[-1]
+        time.sleep(10 * TICK_S)
+        return told[-1] == before
+
     # What was on its way comes.
-    time.sleep(5 * TICK_S)
+    until(stands_still)
+    assert stands_still()
     latest = told[-1]
-    time.sleep(10 * TICK_S)
-    assert told[-1] == latest
     handle.go_on()
     until(lambda: told[-1] > latest)
     handle.stop()

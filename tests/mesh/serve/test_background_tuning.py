@@ -115,6 +115,7 @@ def tuning(
     base = load_drafter(room.base, room.known.tokenizer, limits, root=room.recording)
     group = GroupDrafter(base, room.is_member)
     found = BackgroundTuning(room, group, bounds)
+    found.came()
     try:
         yield found, group
     finally:
