@@ -256,7 +256,8 @@ class FeatureOutlet(StagePlug):
                 start, together = window.to_compute.start, window.message.features_together
                 self._waiting.add(window.session, window.id, start, rows, together)
         self._num_sampled.clear()
-        self._send_waiting()
+        if self._type is not None:
+            self._send_waiting()
 
     async def _tap_in_worker(self, layers: Sequence[int], feature_type: HiddenType | None) -> tuple[int, ...]:
         assert self._stage is not None  # noqa: S101 - a stage serves with its plugs attached
