@@ -124,6 +124,8 @@ def _tune(job: TuneJob, report: Progress) -> TuneOutcome:
     """Work of the process."""
     if job.is_background:
         _give_way()
+    # It may be stopped from now on.
+    report("starting", 0.0)
     from mesh.tuning.work import tune_here  # noqa: PLC0415 - torch
 
     return tune_here(job, report)
