@@ -105,6 +105,9 @@ class AnswerCounts:
             if name not in self._known:
                 self._known[name] = self._read(path)
         found = {name: each for name, each in self._known.items() if each is not None and each[0] in keys}
+        if behind > max(found, default=""):
+            # Numbers begin anew where all answers are gone at a start: of these none has been seen.
+            behind = ""
         return AnswerCount(
             num_tokens=sum(num_tokens for name, (_, num_tokens, _) in found.items() if name > behind),
             prompts=frozenset(prompt for _, _, prompt in found.values()),

@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from mesh.tuning.answers import index_answers, prompt_hash, split_by_prompt
+from mesh.tuning.answers import AnswerCounts, index_answers, prompt_hash, split_by_prompt
 from mesh.tuning.conversation_file import write_conversation
-from mesh.tuning.recording import RecordingHeader, conversation_path, read_recording_header
+from mesh.tuning.recording import (
+    RecordingHeader,
+    conversation_path,
+    conversation_paths,
+    read_recording_header,
+)
 from spanmesh_proto.errors import ModelError
 from tests.support.recordings import random_conversation, write_recording
 from tests.support.tiny_eagle3 import LAYERS
@@ -45,6 +50,21 @@ def test_prompts_are_split_alike_each_time(folder: Path, header: RecordingHeader
     both = split_by_prompt(twice.answers, ())
     assert {answer.path for answer in both.held} == {answer.path for answer in split.held}
     assert len(both.held) == 2 * len(split.held)
+
+
+def test_what_is_new_is_counted(folder: Path, header: RecordingHeader) -> None:
+    counts, nobody = AnswerCounts(folder, header.shape), frozenset({""})
+    found = counts.count(nobody, "")
+    assert (found.num_tokens, len(found.prompts)) == (NUM_PROMPTS * 20, NUM_PROMPTS)
+    assert found.choice.latest == f"{NUM_PROMPTS - 1:08d}.feat"
+    assert counts.count(nobody, found.choice.latest).num_tokens == 0
+    assert counts.count(nobody, f"{NUM_PROMPTS - 3:08d}.feat").num_tokens == 40
+    assert counts.count(frozenset({"a" * 64}), "").num_tokens == 0
+    # All were gone at a start, and numbers began anew.
+    for path in conversation_paths(folder)[5:]:
+        path.unlink()
+    again = counts.count(nobody, found.choice.latest)
+    assert (again.num_tokens, again.choice.latest) == (100, "00000004.feat")
 
 
 def test_what_was_learned_before_is_learned_again(folder: Path, header: RecordingHeader) -> None:
