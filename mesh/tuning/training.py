@@ -246,7 +246,9 @@ class Trainer:
             return False
         said = dict(found.state)
         try:
-            counts: Mapping[str, float] = {name: float(said["counts"][name]) for name in self._network.parameters}
+            counts: Mapping[str, float] = {
+                name: float(said["counts"][name]) for name in self._network.parameters
+            }
             del said["counts"]
             # A longer time may be given.
             stopped_by = "" if said["stopped_by"] == "minutes" else said["stopped_by"]
