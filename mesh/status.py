@@ -437,7 +437,7 @@ class TuningStatus:
     step: str | None = None
     """What is being done, or was before the pause, and how far it is; None between trainings."""
     drafter: str | None = None
-    """Name of the tuned file that the group is served with; None for the drafter of `--draft`."""
+    """Name of the tuned file that the group is served with; None for the base drafter."""
     age_s: int | None = None
     """Seconds since it was chosen."""
     gain: float | None = None

@@ -171,15 +171,6 @@ DRAFTERS: Final = tuple(kind.proposer for kind in DrafterKind)
 """Names of proposers whose tokens cost computing time."""
 
 
-def is_drafter(name: str) -> bool:
-    """Whether the tokens of the proposer of this name cost computing time.
-
-    A drafter that takes the place of another while they are served has a number behind its kind, such as
-    `eagle3/2`: what was learned of the one must not count for the other.
-    """
-    return name.partition("/")[0] in DRAFTERS
-
-
 class ChainProposer:
     """Asks several proposers and returns the best proposal; see `speculative.proposer.Proposer`.
 
@@ -245,6 +236,15 @@ def better_of(
         return cheap if _expected(cheap_chances[:common]) >= _expected(dear_chances[:common]) else dear
     is_longer = len(cheap.tokens) > common
     return cheap if is_longer and cheap_chances[common] >= CONFIRMED_SHARE * dear_chances[0] else dear
+
+
+def is_drafter(name: str) -> bool:
+    """Whether the tokens of the proposer of this name cost computing time.
+
+    A drafter that takes the place of another while they are served has a number behind its kind, such as
+    `eagle3/2`: what was learned of the one must not count for the other.
+    """
+    return name.partition("/")[0] in DRAFTERS
 
 
 def _expected(chances: Sequence[float]) -> float:

@@ -307,10 +307,12 @@ def _inspection(request: Request) -> HostInspection:
     openapi_extra=takes(DrafterBody),
 )
 async def change_drafter(request: Request) -> Response:
-    """Serve the group of `mesh serve --tune` with the drafter before, and erase the one of now."""
+    """Serve the group that is tuned for with the drafter before, and erase the one of now."""
     require_own_machine(request, "drafters are changed")
     await body_of(request, DrafterBody)
     drafters = backend_of(request).api.drafter_admin()
     if drafters is None:
-        raise ClusterError("no drafter is tuned here: serve the model with `mesh serve --tune GROUP`")
+        raise ClusterError(
+            "no drafter is tuned here: `mesh serve` does so for a group of API keys that it is given"
+        )
     return json_response(as_json(await drafters.go_back()))

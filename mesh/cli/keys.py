@@ -99,8 +99,7 @@ def keys() -> None:
 @click.option(
     "--group",
     metavar="GROUP",
-    help="With --may-record: share a drafter that is tuned on the answers of all keys of this group, see "
-    "`mesh serve --tune`.",
+    help="With --may-record: share a drafter that is tuned on the answers to all keys of this group.",
 )
 @_FILE
 def add(

@@ -230,7 +230,7 @@ def recording_text(recording: RecordingStatus) -> str:
 
 def tuning_text(tuning: TuningStatus) -> str:
     """The drafter of a group: what it is, what is learned next, and what became of the latest candidate."""
-    served = "is served with the file of --draft"
+    served = "is served with the untuned drafter"
     if tuning.drafter is not None:
         learned = f"{tuning.learned_tokens:,} tokens of {tuning.learned_prompts} prompts"
         age = f"{(tuning.age_s or 0) / 3600:.1f} hours old"

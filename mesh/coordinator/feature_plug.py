@@ -375,15 +375,15 @@ class SessionFeatures(SessionPlug):
         """Ask for the features of a window's rows, if they are of use."""
         if self._why_off is not None or plan.start < self._begin:
             return
-        together = [
-            num_rows if reader.features_may_wait else 0
-            for reader, context, num_rows in self._readers
-            if self._is_near(plan, context) and reader.wants_features
-        ]
-        if together:
+        together: int | None = None
+        for reader, context, num_rows in self._readers:
+            if reader.wants_features and self._is_near(plan, context):
+                own = num_rows if reader.features_may_wait else 0
+                together = own if together is None else min(own, together)
+        if together is not None:
             self._store.sent(window_id, plan.start, len(plan.tokens))
             message.wants_features = True
-            message.features_together = min(together)
+            message.features_together = together
 
     def judged(self, in_flight: InFlightWindow, verdict: wire.Verdict) -> None:
         """Release the features of the window's rows that count, those of the verdict among them."""

@@ -29,16 +29,16 @@ _MOST_WINDOWS: Final = 64
 _UNKNOWN, _WANTED, _RELEASED = range(3)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Window:
     """A window that asked for features."""
 
     start: int
     """Position of its first row."""
-    rows: NDArray[np.float32]
-    """float32 (rows, layers × n_embd)."""
     has: list[int]
     """For each row a set of bits: the layers whose features are there."""
+    rows: NDArray[np.float32] | None = None
+    """float32 (rows, layers × n_embd); None until some are there."""
     num_valid: int | None = None
     """First rows that count; None before the verdict."""
 
@@ -84,12 +84,7 @@ class FeatureStore:
         """Record a window that asks for features."""
         if not self._has_begun:
             self._has_begun, self.num_known = True, start
-        num_layers = len(self._index)
-        self._windows[window_id] = _Window(
-            start,
-            np.empty((num_rows, num_layers * self._n_embd), np.float32),
-            [0] * num_rows,
-        )
+        self._windows[window_id] = _Window(start, [0] * num_rows)
         while len(self._windows) > _MOST_WINDOWS:
             self._windows.popitem(last=False)
 
@@ -103,7 +98,7 @@ class FeatureStore:
         window = self._windows.get(window_id)
         if window is None:
             return []
-        window.num_valid = min(num_valid, len(window.rows))
+        window.num_valid = min(num_valid, len(window.has))
         stop = window.start + window.num_valid
         if stop > len(self._states):
             self._states.extend(bytes(stop - len(self._states)))
@@ -111,8 +106,7 @@ class FeatureStore:
             if self._states[position] == _UNKNOWN:
                 self._states[position] = _WANTED
                 self.num_wanted += 1
-        # Most often none of them is here yet.
-        return self._released(window_id, window) if any(window.has) else []
+        return self._released(window_id, window)
 
     def add(
         self, window_id: int, start: int, features: Sequence[tuple[int, NDArray[np.float32]]]
@@ -130,6 +124,8 @@ class FeatureStore:
         window = self._windows.get(window_id)
         if window is None:
             return []
+        if window.rows is None:
+            window.rows = np.empty((len(window.has), len(self._index) * self._n_embd), np.float32)
         first = start - window.start
         for layer, rows in features:
             stop = first + len(rows)
@@ -150,8 +146,8 @@ class FeatureStore:
 
     def _released(self, window_id: int, window: _Window) -> list[FeatureRows]:
         """Rows that count and are complete now, each position once."""
-        num_valid = window.num_valid
-        if num_valid is None:
+        num_valid, rows = window.num_valid, window.rows
+        if num_valid is None or rows is None:
             return []
         is_new = [
             has == self._all_layers and self._states[position] != _RELEASED
@@ -159,7 +155,7 @@ class FeatureStore:
         ]
         found = []
         for first, stop in _runs(is_new):
-            found.append(FeatureRows(window.start + first, window.rows[first:stop]))
+            found.append(FeatureRows(window.start + first, rows[first:stop]))
             self._states[window.start + first : window.start + stop] = bytes([_RELEASED]) * (stop - first)
             self.num_received += stop - first
         self._note_known(found)

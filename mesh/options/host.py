@@ -276,19 +276,19 @@ class HeadOptions(HostOptions, ModelOptions):
             section=SPECULATION,
             flag="--tune",
             metavar="GROUP",
-            help="In pauses of the load, tune the drafter of --draft on recorded answers to the API keys of "
+            help="In pauses of the load, tune the drafter on recorded answers to the API keys of "
             "this group (`mesh keys add --may-record --group`), and serve these keys alone with it.",
         ),
     ] = None
     tune_minutes: Annotated[
-        float,
-        Field(gt=0),
+        int,
+        Field(ge=1),
         Option(
             section=SPECULATION,
             metavar="MINUTES",
             help="Longest time of one training, pauses left out.",
         ),
-    ] = 20.0
+    ] = 20
     tune_idle_s: Annotated[
         float,
         Field(ge=0),

@@ -135,7 +135,7 @@ class BackgroundTuning:
         """Serve the group with the drafter before, and never again with that of now.
 
         Raises:
-            ClusterError: If that is the one of `--draft`.
+            ClusterError: If it is served with the base drafter.
         """
         done: Future[None] = Future()
         self._wanted_back.put(done)
@@ -191,7 +191,7 @@ class BackgroundTuning:
         return may_serve(drafter, self._base, self._room.group, self._room.members())
 
     def _serve_latest(self) -> None:
-        """Serve the youngest drafter that can be; that of `--draft` if there is none."""
+        """Serve the youngest drafter that can be; the base drafter if there is none."""
         for drafter in reversed(self._folder.drafters()):
             if drafter.is_chosen and self._may_serve(drafter) and self._is_served(drafter):
                 return
@@ -254,7 +254,7 @@ class BackgroundTuning:
         try:
             if self._served is None:
                 raise ClusterError(  # noqa: TRY301 - its waiter is told
-                    "the group is served with the drafter of --draft, before which there is none"
+                    "the group is served with the drafter that tuning began with: there is none before it"
                 )
             self._leave(self._served, "an operator wanted it")
         except Exception as error:  # noqa: BLE001 - whatever it is, the waiter is to be told
@@ -285,15 +285,15 @@ class BackgroundTuning:
             source=self._group.number,
             group=self._room.group,
             keys=tuple(sorted({*choice.keys, *source})),
-            latest=choice.latest,
+            latest_s=choice.latest_s,
         )
         self._folder.write(drafter)
         self._start(drafter, is_resumed=False)
 
     def _count(self) -> AnswerChoice:
         """Note how much is new."""
-        behind = self._folder.tried(self._base, self._room.group)
-        found = self._counts.count(self._room.members(), behind)
+        behind_s = self._folder.tried(self._base, self._room.group)
+        found = self._counts.count(self._room.members(), behind_s)
         if self._learned is None:
             self._learned = known_prompts(read_header(self._room.file(self._group.number)))
         num_tokens, num_prompts = found.num_tokens, len(found.prompts - self._learned)
@@ -319,7 +319,7 @@ class BackgroundTuning:
             device=Device(),
             vocabulary=None,
             is_resumed=is_resumed,
-            choice=AnswerChoice(frozenset(drafter.keys), drafter.latest),
+            choice=AnswerChoice(frozenset(drafter.keys), drafter.latest_s),
             is_background=True,
         )
         log.info("tuning_begins", group=drafter.group, number=drafter.number, is_resumed=is_resumed)
@@ -351,7 +351,7 @@ class BackgroundTuning:
         elif result is not None and result.verdict.refusal is not None:
             self._refuse(run, result.verdict.refusal)
         elif result is not None and not self._group.has_former:
-            # Otherwise three drafters would have to be in memory beside that of `--draft`.
+            # Otherwise three drafters would have to be in memory beside the base drafter.
             self._choose(run, result)
 
     def _refuse(self, run: BackgroundRun, reason: str) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from speculative.proposer import Replace
 
 BASE: Final = 0
-"""Number of the drafter that `--draft` names."""
+"""Number of the base drafter."""
 
 
 class GroupDrafter:
@@ -23,7 +23,7 @@ class GroupDrafter:
     drafts.
 
     Args:
-        base: What `--draft` names, which serves all other requests as well; not closed here.
+        base: The base drafter, which serves all other requests as well; not closed here.
         is_member: Whether a request is of the group.
     """
 
@@ -69,7 +69,7 @@ class GroupDrafter:
 
         Args:
             number: Its number.
-            drafter: The drafter; None for that of `--draft`.
+            drafter: The drafter; None for the base drafter.
         """
         with self._guard:
             former = self._serving[1]
@@ -86,6 +86,6 @@ class GroupDrafter:
             drafter.close()
 
     def close(self) -> None:
-        """Close all drafters that are not `--draft`'s."""
+        """Close all drafters but the base drafter."""
         self.serve(BASE, None)
         self.close_former(at_once=True)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _TAIL_BYTES: Final = 1 << 20
 # With more than the fewest positions a draft model takes at most this part of its host's memory.
 _DRAFT_PART: Final = 8
-# That of `--draft`, a tuned one, and one that takes its place while sessions still use that.
+# The base drafter, a tuned one, and one that takes its place while sessions still use that.
 _NUM_TUNED: Final = 3
 
 log = structlog.get_logger()

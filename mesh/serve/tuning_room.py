@@ -1,4 +1,4 @@
-"""What tuning in the background works with, and why it is refused."""
+"""Group, recording and drafters of tuning in the background, and its refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TuningRoom:
     group: str
     """The group."""
     base: Drafter
-    """The drafter that `--draft` names."""
+    """The drafter that the operator names: it serves all others, and the group before the first swap."""
     recording: Path
     """The recording that is learned from."""
     agreed: AgreedKeys
@@ -70,7 +70,7 @@ class TuningRoom:
         return self.base.path if number == BASE else self.tuned.file(number)
 
     def base_digest(self) -> str:
-        """SHA-256 of the file that `--draft` names, in hex."""
+        """SHA-256 of the base drafter's file, in hex."""
         with self.base.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -97,8 +97,8 @@ def tuning_room(options: HeadOptions, known: Preflight) -> TuningRoom | None:
         return None
     if options.draft_path is None or drafter is None:
         raise ClusterError(
-            "--tune needs an EAGLE-3 drafter to begin with: name one with --draft; `mesh draft begin` writes "
-            "one that is untrained",
+            "--tune needs an EAGLE-3 drafter to begin with, and none is named: `mesh draft begin` writes one "
+            "that is untrained",
             param="--tune",
         )
     require_trainable(drafter)

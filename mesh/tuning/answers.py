@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mesh.tuning.conversation_file import read_conversation, read_tokens
 from mesh.tuning.recording import conversation_paths, read_recording_header, require_same
@@ -55,12 +55,12 @@ class AnswerChoice:
 
     keys: frozenset[str]
     """Digests of their API keys, in hex; empty for those without one."""
-    latest: str
-    """Name of the latest of them."""
+    latest_s: float
+    """When the latest of them ended, Unix seconds: numbers of files may begin anew."""
 
-    def has(self, path: Path, info: ConversationInfo) -> bool:
+    def has(self, info: ConversationInfo) -> bool:
         """Whether a conversation is one of them."""
-        return info.key_digest in self.keys and path.name <= self.latest
+        return info.key_digest in self.keys and info.time_s <= self.latest_s
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,14 @@ class AnswerCount:
     """All of them."""
 
 
+class _Counted(NamedTuple):
+    key: str
+    num_tokens: int
+    prompt: int
+    """Hash of its prompt."""
+    time_s: float
+
+
 class AnswerCounts:
     """Counts of a recording to which others add; each conversation is read once, without its features.
 
@@ -87,14 +95,14 @@ class AnswerCounts:
         self._folder = folder
         self._shape = shape
         # By the name of the conversation; None for one that is damaged.
-        self._known: dict[str, tuple[str, int, int] | None] = {}
+        self._known: dict[str, _Counted | None] = {}
 
-    def count(self, keys: frozenset[str], behind: str) -> AnswerCount:
+    def count(self, keys: frozenset[str], behind_s: float) -> AnswerCount:
         """Count answers.
 
         Args:
             keys: Digests of API keys, in hex; empty for answers without one.
-            behind: Name of a conversation: those behind it are new.
+            behind_s: A time, in Unix seconds: answers that ended later are new.
 
         Raises:
             ModelError: If the folder cannot be read.
@@ -104,23 +112,22 @@ class AnswerCounts:
         for name, path in paths.items():
             if name not in self._known:
                 self._known[name] = self._read(path)
-        found = {name: each for name, each in self._known.items() if each is not None and each[0] in keys}
-        if behind > max(found, default=""):
-            # Numbers begin anew where all answers are gone at a start: of these none has been seen.
-            behind = ""
+        found = [each for each in self._known.values() if each is not None and each.key in keys]
+        latest_s = max((each.time_s for each in found), default=behind_s)
         return AnswerCount(
-            num_tokens=sum(num_tokens for name, (_, num_tokens, _) in found.items() if name > behind),
-            prompts=frozenset(prompt for _, _, prompt in found.values()),
-            choice=AnswerChoice(frozenset(key for key, _, _ in found.values()), max(found, default="")),
+            num_tokens=sum(each.num_tokens for each in found if each.time_s > behind_s),
+            prompts=frozenset(each.prompt for each in found),
+            choice=AnswerChoice(frozenset(each.key for each in found), latest_s),
         )
 
-    def _read(self, path: Path) -> tuple[str, int, int] | None:
+    def _read(self, path: Path) -> _Counted | None:
         try:
             found = read_tokens(path, self._shape)
         except ModelError:
             return None
-        prompt = found.info.prompt_id or str(path)
-        return found.info.key_digest, found.num_answer_tokens, prompt_hash(prompt)
+        info = found.info
+        prompt = prompt_hash(info.prompt_id or str(path))
+        return _Counted(info.key_digest, found.num_answer_tokens, prompt, info.time_s)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +171,7 @@ def index_answers(
         require_same(read_recording_header(folder), wanted, folder)
         for path in conversation_paths(folder):
             try:
-                if choice is not None and not choice.has(path, read_tokens(path, wanted.shape).info):
+                if choice is not None and not choice.has(read_tokens(path, wanted.shape).info):
                     continue
                 conversation = read_conversation(path, wanted.shape)
             except ModelError:

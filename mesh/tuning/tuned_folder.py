@@ -27,6 +27,7 @@ NUM_KEPT: Final = 3
 """Chosen drafters that are kept."""
 _FOLDER: Final = "tuned"
 _TRIED: Final = "tried.json"
+_NEVER_S: Final = -1.0
 _NUMBERED: Final = re.compile(r"\.?([0-9]{4,})\.")
 _MOST_BYTES: Final = 1 << 20
 # Where there are no keys, answers are of none.
@@ -41,15 +42,15 @@ class TunedDrafter:
     number: int
     """From 1 on: each is younger than those before."""
     base: str
-    """SHA-256 of the file that `--draft` named, in hex."""
+    """SHA-256 of the base drafter's file, in hex: that with which tuning began."""
     source: int
-    """Number of the drafter that it was tuned from; 0 for that of `--draft`."""
+    """Number of the drafter that it was tuned from; 0 for the base drafter."""
     group: str
     """Group of API keys that it serves."""
     keys: tuple[str, ...]
     """Digests of the keys whose answers it and its sources learned from, in hex; `NO_KEY` without one."""
-    latest: str
-    """Name of the latest recorded answer that it may learn from."""
+    latest_s: float
+    """When the latest answer that it may learn from ended, Unix seconds."""
     is_chosen: bool = False
     """Whether it has been chosen; it is being tuned before."""
     num_tokens: int = 0
@@ -146,18 +147,19 @@ class TunedFolder:
         Raises:
             ModelError: If it cannot be written.
         """
-        said = {"base": drafter.base, "group": drafter.group, "latest": drafter.latest}
+        said = {"base": drafter.base, "group": drafter.group, "latest_s": drafter.latest_s}
         try:
             write_private_file(self.path / _TRIED, json.dumps(said) + "\n")
         except OSError as error:
             raise write_error(self.path / _TRIED, error) from error
 
-    def tried(self, base: str, group: str) -> str:
-        """Name of the latest answer that a training of a group has seen; empty before the first."""
+    def tried(self, base: str, group: str) -> float:
+        """When the latest answer ended that a training of a group has seen, Unix seconds; -1 before any."""
         said = _json(self.path / _TRIED)
         if not isinstance(said, dict) or (said.get("base"), said.get("group")) != (base, group):
-            return ""
-        return str(said.get("latest", ""))
+            return _NEVER_S
+        latest_s = said.get("latest_s")
+        return float(latest_s) if isinstance(latest_s, (int, float)) else _NEVER_S
 
     def erase(self, number: int) -> None:
         """Erase all files of a drafter, what is said of it last.
@@ -251,7 +253,7 @@ def may_serve(drafter: TunedDrafter, base: str, group: str, members: frozenset[s
 
     Args:
         drafter: The drafter.
-        base: Digest of the file that `--draft` names.
+        base: Digest of the base drafter's file.
         group: The group.
         members: Digests of its keys; `NO_KEY` alone where there are no keys.
     """

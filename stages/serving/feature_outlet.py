@@ -232,6 +232,9 @@ class FeatureOutlet(StagePlug):
         if self._type is None or not wanting:
             return
         soon = [window for window in wanting if not window.message.features_together]
+        if not soon:
+            self._later = wanting
+            return
         for window in soon:
             # Who reads these has a use for those before them.
             self._waiting.hurry(window.session)

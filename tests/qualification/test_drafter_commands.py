@@ -10,7 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 from mesh.draft.drafter import read_drafter
-from mesh.status import MeshStatus, ProposerStatus, SessionsStatus, SpeculationStatus, StageStatus
+from mesh.status import (
+    MeshStatus,
+    ProposerStatus,
+    RecordingStatus,
+    SessionsStatus,
+    SpeculationStatus,
+    StageStatus,
+)
 from meshbench.chaos.results import Tally
 from meshbench.load_client.answers import AnswerRecord
 from meshbench.load_client.client import MeshSnapshot
@@ -20,6 +27,7 @@ from speculative.draft.session import MOST_FEATURES
 from speculative.proposer import EMPTY, DrafterKind, FeatureReader
 from stages.gguf import read_header
 from stages.slicing.model_facts import read_model_facts
+from tests.qualification import recording_costs
 from tests.qualification.drafter_costs import __main__ as drafter_costs
 from tests.qualification.drafter_costs.feature_listener import FeatureListener
 from tests.qualification.drafter_costs.figures import DecodeRound, Figures, FirstTokenRound, SentFeatures
@@ -28,6 +36,7 @@ from tests.qualification.drafter_losses import __main__ as drafter_losses
 from tests.qualification.drafter_losses.__main__ import loss_tokens, questions
 from tests.qualification.drafter_losses.results import Counts, Sample, WatchedAnswer, result_lines
 from tests.qualification.random_drafter import main as write_random
+from tests.qualification.recording_costs import Round
 from tests.support.block_drafters import BlockDrafter
 from tests.support.eagle3 import DRAFTER
 from tests.support.tiny_models import N_VOCAB, TinyModel
@@ -319,3 +328,16 @@ def test_a_random_assistant_fits_a_random_gemma4_of_a_model_s_size(tmp_path: Pat
     assert read_drafter(path, facts).kind is DrafterKind.ASSISTANT
     refused = CliRunner().invoke(write_random, ["assistant", str(path), "--for", str(small)])
     assert (refused.exit_code, "for a Gemma 4" in refused.output) == (2, True)
+
+
+def test_costs_of_recording_are_held_against_their_bound() -> None:
+    recording = RecordingStatus(conversations=4, tokens=256, bytes=1 << 20)
+    rounds = [Round(delay_ms, 50.0, on, 10.0, 10.3) for delay_ms in (0.0, 5.0) for on in (49.0, 50.0, 49.5)]
+    lines = {line.title: line for line in recording_costs.figures(tuple(rounds), recording)}
+    bound = lines["decode rate at 5 ms, recorded, over not: lower bound"]
+    assert (bound.wanted, bound.verdict) == (0.97, "missed")
+    # Three rounds that differ by two percent say little; more of them say more.
+    lines = {line.title: line for line in recording_costs.figures(tuple(rounds * 4), recording)}
+    assert lines["decode rate at 0 ms, recorded, over not: lower bound"].verdict == "met"
+    assert lines["further processor time a token at 0 ms, µs"].measured == pytest.approx(300.0)
+    assert lines["bytes recorded a token of an answer"].measured == 4096.0

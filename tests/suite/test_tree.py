@@ -54,6 +54,7 @@ RANKS: Final = {ast.Assign: 0, ast.AnnAssign: 0, ast.ClassDef: 1, ast.FunctionDe
 # Modules of few lines that one other module imports, or none: why each is not a part of that one.
 SMALL: Final = {
     "mesh.cluster.device_probe": "a child process",
+    "mesh.cluster.ray_child": "a child process",
     "meshbench.lab.tcp_ping": "a child process",
     "mesh.util.fresh_start": "ends the process that calls it",
 }

@@ -56,4 +56,4 @@ async def test_a_mesh_that_tunes_nothing_says_so(tokenizer: Tokenizer) -> None:
     async with running_api(ScriptedEngine([]), tokenizer) as api:
         answer = await api.http.post("/mesh/drafter", json=BACK)
         assert answer.status_code == 503
-        assert "serve the model with `mesh serve --tune GROUP`" in answer.text
+        assert "for a group of API keys that it is given" in answer.text

@@ -273,7 +273,7 @@ def test_with_a_key_go_drafters_that_learned_from_it(
     folder = write_recording(tmp_path / "of", target, [])
     tuned = TunedFolder(folder)
     for number, keys in enumerate([("alice",), ("alice", "bob")], 1):
-        tuned.write(TunedDrafter(number, "", 0, "staff", tuple(digests[key] for key in keys), ""))
+        tuned.write(TunedDrafter(number, "", 0, "staff", tuple(digests[key] for key in keys), 0.0))
     assert run(["keys", "rm", "bob", "--recording", str(folder), *where]) == 0
     assert "0 recorded answers and 1 drafters were erased" in capsys.readouterr().err
     assert [drafter.number for drafter in tuned.drafters()] == [1]

@@ -136,7 +136,7 @@ def test_a_tuned_drafter_is_told_of(
     told = {"group": "staff", "state": "waiting for answers", "new_tokens": 1200, "new_prompts": 14}
     said = shown(capsys, monkeypatch, tuning=told)
     new = "1,200 new tokens, 14 new prompts"
-    assert f"tuning: group staff is served with the file of --draft; waiting for answers; {new};" in said
+    assert f"tuning: group staff is served with the untuned drafter; waiting for answers; {new};" in said
     assert "latest" not in said
     told |= {"state": "paused", "step": "learning: step 3 of 9, 33%", "drafter": "0002.gguf", "age_s": 5400}
     told |= {"gain": 0.125, "learned_tokens": 9000, "learned_prompts": 80, "chosen": 2, "refused": 1}

@@ -209,7 +209,7 @@ def test_it_is_taken_again_after_a_restart_and_left_when_an_operator_wants_it(ro
         running._wanted_back.put(gone)
         asyncio.run(asyncio.wait_for(running.go_back(), 60.0))
         serves(room, group, 0)
-        with pytest.raises(ClusterError, match="with the drafter of --draft, before which there is none"):
+        with pytest.raises(ClusterError, match="that tuning began with: there is none before it"):
             asyncio.run(running.go_back())
         assert names(room) == ["tried.json"]
     with tuning(room) as (running, group):
@@ -248,7 +248,8 @@ def test_a_worse_candidate_is_never_served(room: TuningRoom, monkeypatch: pytest
         (found,) = measure_drafters(MeasureJob(job.folders, job.target, files, job.device), progress)
         assert len(found.drafters[0].answers) > 8
         state = TrainingState(stopped_by="passes")
-        return TuneOutcome(spoilt, *found.drafters, 1, 1, 0, 1, state, 1, is_retrimmed=False)
+        before, after = found.drafters
+        return TuneOutcome(spoilt, before, after, 1, 1, 0, 1, state, 1, is_retrimmed=False)
 
     tuned(room)
     better = 1

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from mesh.tuning.answers import AnswerCounts, index_answers, prompt_hash, split_by_prompt
+from mesh.tuning.answers import AnswerChoice, AnswerCounts, index_answers, prompt_hash, split_by_prompt
 from mesh.tuning.conversation_file import write_conversation
 from mesh.tuning.recording import (
     RecordingHeader,
     conversation_path,
-    conversation_paths,
     read_recording_header,
+    recorded_model,
 )
 from spanmesh_proto.errors import ModelError
 from tests.support.recordings import random_conversation, write_recording
@@ -50,21 +50,6 @@ def test_prompts_are_split_alike_each_time(folder: Path, header: RecordingHeader
     both = split_by_prompt(twice.answers, ())
     assert {answer.path for answer in both.held} == {answer.path for answer in split.held}
     assert len(both.held) == 2 * len(split.held)
-
-
-def test_what_is_new_is_counted(folder: Path, header: RecordingHeader) -> None:
-    counts, nobody = AnswerCounts(folder, header.shape), frozenset({""})
-    found = counts.count(nobody, "")
-    assert (found.num_tokens, len(found.prompts)) == (NUM_PROMPTS * 20, NUM_PROMPTS)
-    assert found.choice.latest == f"{NUM_PROMPTS - 1:08d}.feat"
-    assert counts.count(nobody, found.choice.latest).num_tokens == 0
-    assert counts.count(nobody, f"{NUM_PROMPTS - 3:08d}.feat").num_tokens == 40
-    assert counts.count(frozenset({"a" * 64}), "").num_tokens == 0
-    # All were gone at a start, and numbers began anew.
-    for path in conversation_paths(folder)[5:]:
-        path.unlink()
-    again = counts.count(nobody, found.choice.latest)
-    assert (again.num_tokens, again.choice.latest) == (100, "00000004.feat")
 
 
 def test_what_was_learned_before_is_learned_again(folder: Path, header: RecordingHeader) -> None:
@@ -115,3 +100,35 @@ def test_conversations_without_a_prompts_name_are_prompts_of_their_own(
         write_conversation(conversation_path(folder, number), unnamed)
     index = index_answers([folder], header)
     assert len({answer.prompt_id for answer in index.answers}) == NUM_PROMPTS
+
+
+def test_answers_of_some_keys_are_counted_and_chosen(tmp_path: Path) -> None:
+    target = TinyModel("llama").write(tmp_path / "target.gguf")
+    header = RecordingHeader(recorded_model(target), LAYERS)
+    keys = ["a", "b", "a", "", "c"]
+    texts = [random_conversation(number) for number in range(5)]
+    texts = [
+        replace(text, info=replace(text.info, key_digest=key)) for text, key in zip(texts, keys, strict=True)
+    ]
+    folder = write_recording(tmp_path / "of", target, texts)
+    counts, members = AnswerCounts(folder, header.shape), frozenset("ab")
+    found = counts.count(members, -1.0)
+    assert (found.num_tokens, len(found.prompts)) == (3 * 20, 3)
+    assert found.choice == AnswerChoice(members, 2.0)
+    assert counts.count(members, 1.0).num_tokens == 20
+    assert counts.count(members, 2.0).num_tokens == 0
+    assert counts.count(frozenset("d"), 7.0).choice == AnswerChoice(frozenset(), 7.0)
+    # What comes behind a break may have a smaller number.
+    conversation_path(folder, 0).unlink()
+    later = replace(texts[1], info=replace(texts[1].info, time_s=9.0))
+    write_conversation(conversation_path(folder, 0), later)
+    conversation_path(folder, 4).write_bytes(b"damaged")
+    found = AnswerCounts(folder, header.shape).count(members, 2.0)
+    assert (found.num_tokens, found.choice.latest_s) == (20, 9.0)
+    for choice, times_s in (
+        (AnswerChoice(frozenset("b"), 9.0), [9.0, 1.0]),
+        (AnswerChoice(members, 2.0), [1.0, 2.0]),
+        (AnswerChoice(frozenset({""}), 9.0), [3.0]),
+    ):
+        index = index_answers([folder], header, choice)
+        assert [answer.info.time_s for answer in index.answers] == times_s

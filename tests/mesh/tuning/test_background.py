@@ -46,7 +46,8 @@ def test_requests_begin_and_end_idleness() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["came", "began", "ended"]), st.sampled_from("abc"))))
 def test_nothing_is_idle_while_a_session_runs(events: list[tuple[str, str]]) -> None:
-    clock, running = IdleClock(0.0), set()
+    clock = IdleClock(0.0)
+    running: set[str] = set()
     for now_s, (event, session) in enumerate(events, 1):
         if event == "came":
             clock.came(now_s)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ALICE, BOB = "a" * 64, "b" * 64
-DRAFTER = TunedDrafter(1, "base", 0, "staff", (ALICE, BOB), "00000007.feat")
+DRAFTER = TunedDrafter(1, "base", 0, "staff", (ALICE, BOB), 7.5)
 
 
 @pytest.fixture
@@ -154,14 +154,14 @@ def test_what_begins_to_be_written_is_left_alone(folder: TunedFolder) -> None:
 
 
 def test_what_was_tried_counts_for_one_group_and_drafter(folder: TunedFolder) -> None:
-    assert folder.tried("base", "staff") == ""
+    assert folder.tried("base", "staff") == -1
     folder.write(DRAFTER)
     folder.note_tried(DRAFTER)
-    assert folder.tried("base", "staff") == "00000007.feat"
-    assert folder.tried("base", "other") == ""
-    assert folder.tried("another", "staff") == ""
+    assert folder.tried("base", "staff") == 7.5
+    assert folder.tried("base", "other") == -1
+    assert folder.tried("another", "staff") == -1
     (folder.path / "tried.json").write_text("[]")
-    assert folder.tried("base", "staff") == ""
+    assert folder.tried("base", "staff") == -1
 
 
 def test_a_group_is_served_with_what_it_taught_alone() -> None:
