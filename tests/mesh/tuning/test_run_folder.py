@@ -92,7 +92,12 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         folder.load("latest", SHAPES)
     for state in ("[1]", "7", "[" * 100_000):
         with path.open("wb") as file:
-            np.savez(file, allow_pickle=False, state=np.array(state), **{"fc.weight": np.zeros((500, 400), np.float32)})
+            np.savez(
+                file,
+                allow_pickle=False,
+                state=np.array(state),
+                **{"fc.weight": np.zeros((500, 400), np.float32)},
+            )
         with pytest.raises(ModelError, match="is damaged"):
             folder.load("latest", SHAPES)
 
