@@ -34,13 +34,18 @@ class ProcessEnded(Exception):
 
 
 class ProcessHandle:
-    """Stops, continues and ends the process of one call; from any thread, and before it starts as well."""
+    """Stops, continues and ends the process of one call; from any thread, and before it starts as well.
+
+    A process is not stopped before its first message: until then it could not have said what becomes of it
+    with its parent, and would outlive that, stopped for ever.
+    """
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._pid: int | None = None
-        self._pending: list[signal.Signals] = []
+        self._has_begun = False
         self._is_stopped = False
+        self._is_ended = False
 
     @property
     def is_stopped(self) -> bool:
@@ -51,7 +56,8 @@ class ProcessHandle:
         """Let the process compute nothing from now on."""
         with self._guard:
             self._is_stopped = True
-            self._send(signal.SIGSTOP)
+            if self._has_begun:
+                self._send(signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Let a stopped process go on."""
@@ -62,20 +68,28 @@ class ProcessHandle:
     def kill(self) -> None:
         """End the process, stopped or not."""
         with self._guard:
+            self._is_ended = True
             self._send(signal.SIGKILL)
 
     def follow(self, pid: int | None) -> None:
         """Take the process of this id; None before the system may give its id to another."""
         with self._guard:
             self._pid = pid
-            for number in self._pending if pid is not None else ():
-                self._send(number)
+            if self._is_ended:
+                self._send(signal.SIGKILL)
+
+    def begun(self) -> None:
+        """Note that the process has sent something."""
+        with self._guard:
+            if not self._has_begun and self._is_stopped:
+                self._send(signal.SIGSTOP)
+            self._has_begun = True
 
     def _send(self, number: signal.Signals) -> None:
-        if self._pid is not None:
-            os.kill(self._pid, number)
-        else:
-            self._pending.append(number)
+        # One that has ended by itself may be known to the system no more.
+        with suppress(ProcessLookupError):
+            if self._pid is not None:
+                os.kill(self._pid, number)
 
 
 @dataclass(frozen=True)
@@ -143,7 +157,9 @@ def _messages_of(
     def received() -> Iterator[Any]:
         try:
             while receiver.poll(silence_s):
-                yield receiver.recv()
+                message = receiver.recv()
+                handle.begun()
+                yield message
             raise ProcessSilent(f"no message for {silence_s:g} s")
         except EOFError:
             handle.follow(None)

@@ -28,6 +28,8 @@ class StoredResponse:
     """The response as sent to the client."""
     input_items: Sequence[Mapping[str, Any]] = ()
     """Items of the request's input, each with an id."""
+    may_record: bool = True
+    """Whether its request left it open that what goes on from it is recorded, texts of its own included."""
 
 
 class ResponseStore:

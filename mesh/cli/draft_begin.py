@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from mesh.hub import HubReference
 
 _PATH: Final = click.Path(path_type=Path)
+_FILE: Final = click.Path(path_type=Path, dir_okay=False)
 # As such files are called; a repository may have drafters of other kinds, too.
 _EAGLE3: Final = "eagle"
 
 
 @click.command()
 @click.argument("model", type=_PATH, required=False)
-@click.option("-o", "--output", type=_PATH, required=True, metavar="OUT", help="The drafter.")
+@click.option("-o", "--output", type=_FILE, required=True, metavar="OUT", help="The drafter.")
 @click.option("--untrained", is_flag=True, help="Make one of MODEL's last layer in any case.")
 @int_option("--vocabulary", default=16384, metavar="N", help="Tokens that an untrained one drafts.")
 @click.option(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mesh.tuning.jobs import TuneOutcome
 
 _PATH: Final = click.Path(path_type=Path)
+_FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command()
@@ -40,7 +41,7 @@ _PATH: Final = click.Path(path_type=Path)
     metavar="DRAFTER",
     help="The drafter to begin with: a GGUF file or hf:org/repo:NAME; the one beside MODEL unless given.",
 )
-@click.option("-o", "--output", type=_PATH, required=True, metavar="OUT", help="The tuned drafter.")
+@click.option("-o", "--output", type=_FILE, required=True, metavar="OUT", help="The tuned drafter.")
 @click.option(
     "--measure",
     "measured",

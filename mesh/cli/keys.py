@@ -191,6 +191,11 @@ def rm(*, name: str, folder: Path | None, path: Path | None) -> None:
     """
     path = path or default_key_file()
     digests = {record.name: record.digest for record in read_key_file(path)}
+    if folder is not None:
+        from mesh.tuning.recording import read_recording_header  # noqa: PLC0415 - keeps --help quick
+
+        # Once the key is gone, nothing tells which answers are its own.
+        read_recording_header(folder)
     removed = remove_key(path, name)
     say(f"the key {removed} was removed from {path}", err=True)
     if folder is not None:

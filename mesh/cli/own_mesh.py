@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib import request
 
 from mesh.cli.options import arguments_of
 from mesh.cluster.addresses import free_port
 from mesh.options.host import HeadOptions
-from mesh.util.child_environment import inherited_environment
+from mesh.util.child_environment import inherited_environment, module_command
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 _START_S: Final = 180.0
 _STOP_S: Final = 30.0
@@ -56,9 +56,11 @@ def own_mesh(arguments: Sequence[str], log: Path, *, what: str = "the mesh") -> 
         MeshError: If it does not start; with the end of its output.
     """
     port = free_port("127.0.0.1")
-    program = str(Path(sys.executable).with_name("mesh"))
     where = arguments_of(HeadOptions, port=port, advertise="127.0.0.1")
-    command = [program, "serve", *arguments, *where]
+    # It ends with this process, however that ends: it would record on, and keep the folder locked.
+    command = module_command(
+        "mesh.util.dependent_child", str(os.getpid()), "mesh", "serve", *arguments, *where
+    )
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

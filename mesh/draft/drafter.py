@@ -66,6 +66,7 @@ _HAS_MTP_GRAPH: Final = frozenset(
     }
 )
 _NUM_EAGLE3_LAYERS: Final = 3
+_FEATURE_NORM: Final = "enc.output_norm.weight"
 # To be raised when the file of the same drafter changes.
 _FORMAT_VERSION = 1
 
@@ -229,6 +230,8 @@ def _check_eagle3(header: GgufHeader, target: ModelFacts) -> tuple[str, ...]:
         "blk.0.ffn_up.weight": (n_embd, n_ff),
         "blk.0.ffn_down.weight": (n_ff, n_embd),
     }
+    if _FEATURE_NORM in header.tensors:
+        shapes[_FEATURE_NORM] = (joined,)
     rows = check_d2t(header, target)
     check_shapes(header, shapes | end_shapes(header, target, n_embd, rows))
     lacks = tuple(name for name in (EMBEDDING, OUTPUT) if name not in header.tensors)

@@ -248,6 +248,9 @@ class BackgroundTuning:
 
     def _go_back_for(self, done: Future[None]) -> None:
         """Go back as an operator wants it."""
+        if not done.set_running_or_notify_cancel():
+            # Its client went away before.
+            return
         try:
             if self._served is None:
                 raise ClusterError(  # noqa: TRY301 - its waiter is told
@@ -274,7 +277,8 @@ class BackgroundTuning:
         if not self._is_enough:
             return
         source = () if self._served is None else self._served.keys
-        self._latest_number += 1
+        # Not that of a drafter that was erased: how often it was right must not count for another.
+        self._latest_number = max(self._latest_number + 1, self._folder.next_number())
         drafter = TunedDrafter(
             number=self._latest_number,
             base=self._base,
@@ -374,7 +378,11 @@ class BackgroundTuning:
             former_rate=former_rate,
             time_s=self._now_s(),
         )
-        self._folder.choose(drafter, outcome.candidate)
+        try:
+            self._folder.choose(drafter, outcome.candidate)
+        except MeshError as error:
+            self._refuse(run, error.message)
+            return
         self._folder.note_tried(drafter)
         with self._guard:
             self._run = None

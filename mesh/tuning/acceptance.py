@@ -40,6 +40,8 @@ _MOST_REPEATED: Final = 0.5
 class AnswerDrafts:
     """What a drafter foretold of one answer."""
 
+    name: str
+    """Of its recording, by which answers that two drafters foretold are paired."""
     prompt_id: str
     api: Api
     num_right: NDArray[np.int64]
@@ -141,14 +143,23 @@ def acceptance_of(answers: Sequence[AnswerDrafts]) -> Acceptance | None:
     )
 
 
+def paired(
+    before: Sequence[AnswerDrafts], after: Sequence[AnswerDrafts]
+) -> tuple[list[AnswerDrafts], list[AnswerDrafts]]:
+    """Drafts of two drafters of the same answers: one may have been erased before the other was measured."""
+    first, second = ({each.name for each in answers} for answers in (before, after))
+    return [each for each in before if each.name in second], [each for each in after if each.name in first]
+
+
 def gain(before: Sequence[AnswerDrafts], after: Sequence[AnswerDrafts]) -> Gain | None:
     """Paired gain of one drafter over another; None if there are no windows.
 
     Args:
         before: Drafts of the one.
-        after: Drafts of the other, of the same answers in the same order.
+        after: Drafts of the other, in the same order of answers.
     """
-    sums = [_sums([each for each in answers if not each.is_degenerate]) for answers in (before, after)]
+    both = paired(before, after)
+    sums = [_sums([each for each in answers if not each.is_degenerate]) for answers in both]
     if not sums[0][:, 0].sum():
         return None
     # The same prompts are drawn for both.

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from mesh.tuning.acceptance import acceptance_of, gain
+from mesh.tuning.acceptance import acceptance_of, gain, paired
 from mesh.tuning.jobs import Schedule
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ def judged(before: Sequence[AnswerDrafts], after: Sequence[AnswerDrafts]) -> Ver
         before: Drafts of the drafter that it was tuned from, on answers that were held out.
         after: Drafts of the candidate, on the same.
     """
+    before, after = paired(before, after)
     found, whole = gain(before, after), acceptance_of(before)
     if found is None or whole is None or whole.num_prompts < _LEAST_HELD:
         count = 0 if whole is None else whole.num_prompts

@@ -8,6 +8,7 @@ JSON header, the header, the values of all tensors. `token_ids` are I32 [T]; `fe
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import struct
@@ -152,7 +153,7 @@ class _Reader:
         if api not in get_args(Api):
             self.refuse(f"its api is {api!r}")
         try:
-            return ConversationInfo(
+            info = ConversationInfo(
                 start=int(said["start"]),
                 answer_start=int(said["answer_start"]),
                 api=cast("Api", api),
@@ -161,8 +162,13 @@ class _Reader:
                 key_digest=said["key_digest"],
                 time_s=float(said["time"]),
             )
+            info.prompt_id.encode()
         except (KeyError, ValueError) as error:
             self.refuse(f"its metadata are not whole ({error})")
+        # It would never be too old.
+        if not math.isfinite(info.time_s):
+            self.refuse(f"its time is {info.time_s}")
+        return info
 
     def _tensor(self, header: dict[str, Any], name: str) -> _Tensor:
         said = header[name]

@@ -92,6 +92,7 @@ def _drafts(
     answer: RecordedAnswer, num_right: NDArray[np.int64], token_ids: NDArray[np.int64]
 ) -> AnswerDrafts:
     return AnswerDrafts(
+        name=str(answer.path),
         prompt_id=answer.prompt_id,
         api=answer.info.api,
         num_right=num_right,

@@ -84,6 +84,8 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 def _prompt(path: Path, number: int, line: bytes, *, is_raw: bool) -> Prompt:
     try:
         said = json.loads(line)
+        # A half of a pair of surrogates is no text that could be sent.
+        json.dumps(said, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise ModelError(f"line {number} of {path} is no JSON: {_FORMS}") from None
     found = _turns(said) if isinstance(said, dict) else None

@@ -24,7 +24,7 @@ from stages.files import locked, write_error
 from stages.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     from mesh.tuning.conversation_file import Conversation
@@ -124,19 +124,24 @@ class RecordingFolder:
 
         Raises:
             ModelError: If the folder cannot be read.
-            OSError: If something cannot be removed.
+            OSError: If something cannot be removed; all else has been learned by then.
         """
-        for path in self._folder.glob(f".*{SUFFIX}.*.part"):
-            path.unlink(missing_ok=True)
+        kept: OSError | None = None
+        damaged = list(self._folder.glob(f".*{SUFFIX}.*.part"))
         for path in conversation_paths(self._folder):
             self._next_number = int(path.stem) + 1
             try:
-                found = read_tokens(path, self._shape)
+                self._note(path, read_tokens(path, self._shape), path.stat().st_size)
             except ModelError as error:
                 log.warning("recording_damaged", reason=error.message)
+                damaged.append(path)
+        for path in damaged:
+            try:
                 path.unlink(missing_ok=True)
-            else:
-                self._note(path, found, path.stat().st_size)
+            except OSError as error:
+                kept = error
+        if kept is not None:
+            raise kept
 
     def add(self, conversation: Conversation) -> None:
         """Write a conversation; the oldest make room for it.
@@ -168,12 +173,9 @@ class RecordingFolder:
         Raises:
             OSError: If one cannot be removed.
         """
-        oldest_s, num_erased = now_s - self._limits.days * _DAY_S, 0
-        while self._entries and self._entries[0].time_s < oldest_s:
-            self._erase(self._entries[0])
-            self._entries.popleft()
-            num_erased += 1
-        return num_erased
+        oldest_s = now_s - self._limits.days * _DAY_S
+        # The clock may have been wrong when some were written: not only the first ones are looked at.
+        return self._erase_all(lambda entry: entry.time_s < oldest_s)
 
     def erase_others(self, key_digests: Collection[str]) -> int:
         """Erase conversations of API keys other than these; returns how many. Those of no key stay.
@@ -182,11 +184,28 @@ class RecordingFolder:
             OSError: If one cannot be removed.
         """
         kept = {"", *key_digests}
-        others = [entry for entry in self._entries if entry.key_digest not in kept]
-        for entry in others:
-            self._erase(entry)
-            self._entries.remove(entry)
-        return len(others)
+        return self._erase_all(lambda entry: entry.key_digest not in kept)
+
+    def _erase_all(self, is_over: Callable[[_Entry], bool]) -> int:
+        """Erase conversations; returns how many.
+
+        Raises:
+            OSError: If one cannot be removed, which is tried again the next time; all others are.
+        """
+        kept: OSError | None = None
+        num_before = len(self._entries)
+        for _ in range(num_before):
+            entry = self._entries.popleft()
+            try:
+                if is_over(entry):
+                    self._erase(entry)
+                    continue
+            except OSError as error:
+                kept = error
+            self._entries.append(entry)
+        if kept is not None:
+            raise kept
+        return num_before - len(self._entries)
 
     def _erase(self, entry: _Entry) -> None:
         entry.path.unlink(missing_ok=True)

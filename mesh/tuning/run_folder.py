@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import zipfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -81,7 +80,7 @@ class RunFolder:
         """
         try:
             said = json.loads((self.path / _SETTINGS).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{self.path} holds no run to go on with: leave out --resume") from error
         for name, value in settings.items():
             if not isinstance(said, dict) or said.get(name) != value:
@@ -119,9 +118,10 @@ class RunFolder:
             return None
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-                state = json.loads(str(archive[_STATE]))
+                state = dict(json.loads(str(archive[_STATE])))
                 arrays = {key: archive[key] for key in shapes}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except Exception as error:
+            # Whatever the readers of archives, arrays and JSON make of it.
             raise ModelError(f"{path} is damaged: remove {self.path} and leave out --resume") from error
         for key, shape in shapes.items():
             if arrays[key].shape != shape or arrays[key].dtype != np.float32:

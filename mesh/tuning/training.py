@@ -245,10 +245,18 @@ class Trainer:
         if found is None:
             return False
         said = dict(found.state)
-        counts: Mapping[str, float] = said.pop("counts")
-        # A longer time may be given.
-        stopped_by = "" if said["stopped_by"] == "minutes" else said["stopped_by"]
-        self.state = replace(TrainingState(**said), stopped_by=stopped_by)
+        try:
+            counts: Mapping[str, float] = {
+                name: float(said["counts"][name]) for name in self._network.parameters
+            }
+            del said["counts"]
+            # A longer time may be given.
+            stopped_by = "" if said["stopped_by"] == "minutes" else said["stopped_by"]
+            self.state = replace(TrainingState(**said), stopped_by=stopped_by)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"{self._folder.path} holds a checkpoint of another version: remove it and leave out --resume"
+            ) from error
         self._network.set_parameters(found.arrays)
         for name, tensor in self._network.parameters.items():
             if counts[name]:

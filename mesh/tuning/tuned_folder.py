@@ -16,6 +16,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
+from spanmesh_proto.errors import ModelError
 from stages.files import write_error, write_private_file
 
 if TYPE_CHECKING:
@@ -164,17 +165,23 @@ class TunedFolder:
         """Erase all files of a drafter, what is said of it last.
 
         Raises:
-            ModelError: If something of it cannot be removed.
+            ModelError: If something of it cannot be removed; all else is, but for what is said of it.
         """
         said = self._said(number)
+        kept: ModelError | None = None
         for path in [*(each for each in self._entries().get(number, []) if each != said), said]:
+            if path == said and kept is not None:
+                raise kept
             try:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                is_folder = path.is_dir() and not path.is_symlink()
+                shutil.rmtree(path) if is_folder else path.unlink(missing_ok=True)
             except FileNotFoundError:
                 # Another one erases it, too; what is left then is erased at the next look.
                 continue
             except OSError as error:
-                raise write_error(path, error) from error
+                kept = write_error(path, error)
+        if kept is not None:
+            raise kept
 
     def erase_unless(self, may_stay: Callable[[TunedDrafter], bool]) -> int:
         """Erase drafters, and what belongs to none; returns how many.
@@ -183,17 +190,23 @@ class TunedFolder:
             may_stay: Whether a drafter may.
 
         Raises:
-            ModelError: If something cannot be removed.
+            ModelError: If something cannot be removed; all else is.
         """
         num_erased = 0
+        kept: ModelError | None = None
         for number, paths in self._entries().items():
             found = self._read(number)
             if found is not None and may_stay(found):
                 continue
             # What begins to be written is of a drafter that is not there yet.
             if any(not path.name.startswith(".") for path in paths):
-                self.erase(number)
-                num_erased += 1
+                try:
+                    self.erase(number)
+                    num_erased += 1
+                except ModelError as error:
+                    kept = error
+        if kept is not None:
+            raise kept
         return num_erased
 
     def erase_key(self, digest: str) -> int:

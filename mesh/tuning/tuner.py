@@ -15,6 +15,7 @@ from mesh.tuning.acceptance import gain
 from mesh.tuning.run_folder import RunFolder
 from spanmesh_proto.errors import ModelError
 from speculative.draft.context import DraftOptions
+from stages.files import write_error
 from stages.isolated import ProcessEnded, call
 
 if TYPE_CHECKING:
@@ -79,13 +80,16 @@ def settle(outcome: TuneOutcome, output: Path, target: Path) -> Path:
         `output`; with the ending `.rejected.gguf` if it is right less often than before.
 
     Raises:
-        ModelError: If it cannot draft.
+        ModelError: If it cannot draft, or cannot be moved there.
     """
     check_drafter(outcome.candidate, target, DraftOptions())
     found = gain(outcome.before.answers, outcome.after.answers)
     is_worse = found is None or found.per_window.value < 0
     path = output.with_suffix(".rejected.gguf") if is_worse else output
-    outcome.candidate.replace(path)
+    try:
+        outcome.candidate.replace(path)
+    except OSError as error:
+        raise write_error(path, error) from error
     RunFolder(output).remove()
     return path
 
@@ -125,6 +129,8 @@ def _tune(job: TuneJob, report: Progress) -> TuneOutcome:
     """Work of the process."""
     if job.is_background:
         _give_way()
+    # It may be stopped from now on.
+    report("starting", 0.0)
     from mesh.tuning.work import tune_here  # noqa: PLC0415 - torch
 
     return tune_here(job, report)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from stages.isolated import ProcessEnded, ProcessHandle, call
@@ -40,14 +45,17 @@ def test_a_process_stands_still_goes_on_and_ends() -> None:
         except ProcessEnded as error:
             ended.append(error.exit_code)
 
-    # Before it starts, too.
+    # Before it starts, too: with its first message.
     handle.stop()
     thread = threading.Thread(target=run)
     thread.start()
-    time.sleep(0.3)
-    assert told == [0]
+    until(lambda: told[-1] > 0)
+    time.sleep(5 * TICK_S)
+    latest = told[-1]
+    time.sleep(10 * TICK_S)
+    assert told[-1] == latest
     handle.go_on()
-    until(lambda: told[-1] > 3)
+    until(lambda: told[-1] > latest + 3)
     handle.stop()
     assert handle.is_stopped
 
@@ -68,6 +76,38 @@ def test_a_process_stands_still_goes_on_and_ends() -> None:
     assert ended == [-9]
     # Its id may be another process's by now.
     handle.kill()
+
+
+PARENT = """
+import os, threading, time
+from stages.isolated import ProcessHandle, call
+from tests.stages.test_isolated import count
+
+if __name__ == "__main__":
+    # As a service, whose processes no terminal hangs up on.
+    os.setsid()
+    handle = ProcessHandle()
+    handle.stop()
+    threading.Thread(target=call, args=(count,), kwargs={"handle": handle}, daemon=True).start()
+    while handle._pid is None:
+        time.sleep(0.001)
+    print(handle._pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_is_to_stop_at_once_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    program = tmp_path / "parent.py"
+    program.write_text(PARENT)
+    root = str(Path(__file__).parents[2])
+    parent = subprocess.Popen(
+        [sys.executable, program], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": root}
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_process_that_is_ended_before_it_starts_computes_nothing() -> None:

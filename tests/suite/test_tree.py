@@ -53,6 +53,7 @@ FIELDS: Final = (ast.Assign, ast.AnnAssign)
 RANKS: Final = {ast.Assign: 0, ast.AnnAssign: 0, ast.ClassDef: 1, ast.FunctionDef: 2, ast.AsyncFunctionDef: 2}
 # Modules of few lines that one other module imports, or none: why each is not a part of that one.
 SMALL: Final = {
+    "mesh.__main__": "the command as a module, for processes that end with their parent",
     "mesh.cluster.device_probe": "a child process",
     "mesh.cluster.ray_child": "a child process",
     "meshbench.lab.tcp_ping": "a child process",

@@ -223,6 +223,10 @@ def _conversation(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) ->
 
 
 async def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
+    former = backend.api.responses.get(client, body.previous_response_id or "")
+    if former is not None and not former.may_record and body.record is None:
+        # Its texts would be recorded as a part of this prompt.
+        body = body.model_copy(update={"record": False})
     # In a thread, since a conversation of thousands of items takes a while.
     messages = await asyncio.to_thread(_messages, backend, body, client)
     prompt = await _prompt(backend, body, messages, client)

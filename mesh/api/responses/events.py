@@ -327,7 +327,8 @@ class ResponsesAnswer(Answer):
                 {**item, "id": item.get("id") or self.choices.new_id("msg_")}
                 for item in self._turn.input_items
             ]
-            stored = StoredResponse(messages, response, items)
+            may_record = self._job.record is not False
+            stored = StoredResponse(messages, response, items, may_record)
             await self._backend.api.responses.put(self._job.request.client, response["id"], stored)
         return response
 

@@ -96,6 +96,21 @@ async def test_turns_of_a_chat_have_one_name_and_other_chats_others(tokenizer: T
         assert [request.recording for request in scripted.requests] == [first, first]
 
 
+async def test_what_goes_on_from_an_answer_that_must_not_be_recorded_is_not(tokenizer: Tokenizer) -> None:
+    scripted, path = engine(), "/v1/responses"
+    async with running_api(scripted, tokenizer, records=True) as api:
+        asking = Asking(api, scripted)
+        answer = await api.http.post(path, json={**BODIES[path], "record": False})
+        for _ in range(2):
+            former = answer.json()["id"]
+            answer = await api.http.post(path, json={**BODIES[path], "previous_response_id": former})
+            assert scripted.requests[-1].recording is None
+        # The latest word counts.
+        assert await asking.recorded(path, previous_response_id=former, record=True) is not None
+        answer = await api.http.post(path, json=BODIES[path])
+        assert await asking.recorded(path, previous_response_id=answer.json()["id"]) is not None
+
+
 async def test_without_keys_this_machine_alone_is_recorded(tokenizer: Tokenizer) -> None:
     scripted = engine()
     async with running_api(scripted, tokenizer, records=True) as api:

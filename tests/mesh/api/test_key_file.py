@@ -151,6 +151,8 @@ def test_the_command_makes_lists_and_removes_keys(
     }
     assert run(["keys", "rm", "dora", "--recording", str(tmp_path)]) == 1
     assert "is no recording" in capsys.readouterr().err
+    # The name is needed to try again.
+    assert run(["keys", "rm", "dora"]) == 0
     assert run(["keys", "rm", "carol"]) == 0
     assert run(["keys", "rm", "alice"]) == 0
     assert [record.name for record in read_key_file(path)] == ["bob"]

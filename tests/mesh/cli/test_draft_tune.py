@@ -132,6 +132,10 @@ def test_what_does_not_fit_is_refused_in_one_line(
     assert files.tune() == 1
     assert "2 EAGLE-3 drafters beside model.gguf: eagle3.gguf, other.gguf" in refusal(capsys)
     other.unlink()
+    files.output.mkdir()
+    assert files.tune("--force") == 2
+    assert "is a directory" in capsys.readouterr().err
+    files.output.rmdir()
     assert files.tune("--vocabulary", "some") == 2
     assert "'some' is neither a number of tokens nor `keep`" in capsys.readouterr().err
     find_spec = importlib.util.find_spec

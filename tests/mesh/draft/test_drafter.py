@@ -87,6 +87,10 @@ def test_what_it_lacks_comes_from_the_target_once(target: ModelFacts, tmp_path: 
         ({"rope.dimension_count": 3}, "rotates 3 of 64 values"),
         ({"fc.weight": None}, "tensor fc.weight is missing"),
         (
+            {"enc.output_norm.weight": np.zeros(1727, np.float32)},
+            r"enc.output_norm.weight has shape \(1727,\), expected \(1728,\)",
+        ),
+        (
             {"fc.weight": np.zeros((576, 64), np.float32)},
             r"fc.weight has shape \(64, 576\), expected \(1728, 576\)",
         ),

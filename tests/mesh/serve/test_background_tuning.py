@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -203,7 +204,11 @@ def test_it_is_taken_again_after_a_restart_and_left_when_an_operator_wants_it(ro
     with tuning(room) as (running, group):
         until(lambda: group.number)
         serves(room, group, 1)
-        asyncio.run(running.go_back())
+        # The client of another one went away, which ends nothing.
+        gone: Future[None] = Future()
+        gone.cancel()
+        running._wanted_back.put(gone)
+        asyncio.run(asyncio.wait_for(running.go_back(), 60.0))
         serves(room, group, 0)
         with pytest.raises(ClusterError, match="that tuning began with: there is none before it"):
             asyncio.run(running.go_back())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -22,10 +23,13 @@ from mesh.tuning.acceptance import (
 from mesh.tuning.jobs import Measured
 from mesh.tuning.report import RingTimes, advise, as_markdown, sections_of
 
+if TYPE_CHECKING:
+    from mesh.tuning.conversation_file import Api
 
-def drafts(prompt: str, *num_right: int, api: str = "chat") -> AnswerDrafts:
+
+def drafts(prompt: str, *num_right: int, api: Api = "chat") -> AnswerDrafts:
     counts = np.array(num_right, np.int64)
-    return AnswerDrafts(prompt, api, counts, len(counts) + 5, len(counts), is_degenerate=False)  # type: ignore[arg-type]
+    return AnswerDrafts(prompt, prompt, api, counts, len(counts) + 5, len(counts), is_degenerate=False)
 
 
 def many(level: int, num_prompts: int = 30) -> list[AnswerDrafts]:
@@ -92,6 +96,10 @@ def test_gains_are_paired() -> None:
     assert same is not None
     assert (same.per_window.low, same.per_window.value, same.per_window.high) == (0, 0, 0)
     assert gain([], []) is None
+    # Of what is measured hours apart, the oldest answers may be gone; they were easy ones.
+    easy = [drafts(f"easy {number}", *[4] * 80) for number in range(9)]
+    assert gain([*easy, *before], before) == same
+    assert gain(before, [*before, *easy]) == same
 
 
 def test_positions_beyond_the_counted_ones_go_on_falling() -> None:

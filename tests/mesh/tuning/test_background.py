@@ -23,7 +23,7 @@ def answers(rates: Sequence[float], **given: Any) -> list[AnswerDrafts]:
     for number in range(12):
         noise = np.random.default_rng(number)
         right = np.array([noise.random() < rates[number % len(rates)] for _ in range(60)], np.int64)
-        found.append(AnswerDrafts(f"{number}", "chat", right, 60, 60, is_degenerate=False))
+        found.append(AnswerDrafts(f"{number}", f"{number}", "chat", right, 60, 60, is_degenerate=False))
     return [replace(each, **given) for each in found]
 
 
@@ -75,6 +75,8 @@ def test_a_candidate_that_is_surely_better_is_chosen() -> None:
         # Some prompts win and others lose.
         (answers([0.4]), answers([0.1, 0.9]), "its gain is not sure: "),
         (answers([0.2])[:7], answers([0.6])[:7], "7 held-out prompts are too few to tell, need 8"),
+        # Five answers were erased before the candidate was measured.
+        (answers([0.2]), answers([0.6])[5:], "7 held-out prompts are too few to tell, need 8"),
         (answers([0.2], is_degenerate=True), answers([0.6], is_degenerate=True), "0 held-out prompts are"),
         ([], [], "0 held-out prompts are too few"),
         (

@@ -116,6 +116,8 @@ def _gap(header: dict[str, Any]) -> None:
         (lambda header: header["__metadata__"].update(api="talk"), "its api is 'talk'"),
         (lambda header: header["__metadata__"].update(time=3), "metadata are no texts"),
         (lambda header: header["__metadata__"].pop("prompt_id"), "metadata are not whole"),
+        (lambda header: header["__metadata__"].update(prompt_id="\ud800"), "metadata are not whole"),
+        (lambda header: header["__metadata__"].update(time="nan"), "its time is nan"),
     ],
 )
 def test_a_header_that_does_not_fit_the_file_is_refused(

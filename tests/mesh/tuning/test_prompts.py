@@ -66,6 +66,7 @@ def _user(content: Any) -> dict[str, Any]:
         {},
         {"prompt": ""},
         {"prompt": 7},
+        {"prompt": "\ud800"},
         {"turns": []},
         {"turns": ["a", ""]},
         {"turns": ["a"] * 65},

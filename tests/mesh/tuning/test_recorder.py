@@ -202,6 +202,13 @@ def test_answers_of_old_days_are_erased(tmp_path: Path) -> None:
         now_s[0] += 10_000
         setting.until(lambda: setting.recorder.status().erased == 1)
         assert recorded_prompts(setting.folder) == ["new"]
+        # The clock was wrong before.
+        now_s[0] -= 50_000
+        setting.record(name="earlier")
+        setting.until(lambda: setting.recorder.status().written == 3)
+        now_s[0] += 90_000
+        setting.until(lambda: setting.recorder.status().erased == 2)
+        assert recorded_prompts(setting.folder) == ["new"]
 
 
 def test_with_a_key_its_answers_go_also_those_under_way(tmp_path: Path) -> None:
@@ -310,6 +317,27 @@ def test_what_a_crash_has_left_half_is_removed(tmp_path: Path) -> None:
     assert list(folder.glob(".*.part")) == []
     assert recorded_prompts(folder) == ["whole", "next"]
     assert conversation_paths(folder) == [first, conversation_path(folder, 2)]
+
+
+def test_what_cannot_be_removed_keeps_nothing_else(tmp_path: Path) -> None:
+    keys = Keys(ALICE, BOB)
+    with recording(tmp_path / "of", keys) as setting:
+        for client in (ALICE, BOB, ALICE):
+            setting.record(client=client)
+        setting.until(lambda: setting.recorder.status().written == 3)
+        first, second, third = conversation_paths(setting.folder)
+        first.unlink()
+        first.mkdir()
+        keys.agreed = frozenset({BOB})
+        setting.until(lambda: not third.exists())
+        assert "00000000.feat" in (setting.recorder.status().off or "")
+        assert second.exists()
+    keys.agreed = frozenset({ALICE})
+    # Nor does it at a start, where it is no conversation.
+    with recording(tmp_path / "of", keys) as setting:
+        setting.record(client=ALICE)
+        setting.until(lambda: setting.recorder.status().written == 1)
+        assert conversation_paths(setting.folder) == [first, conversation_path(setting.folder, 2)]
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,9 @@ def test_a_run_goes_on_with_its_own_settings_only(tmp_path: Path) -> None:
     (folder.path / "run.json").write_text("[]")
     with pytest.raises(ModelError, match="a run with another seed"):
         folder.resume(SETTINGS)
+    (folder.path / "run.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match="holds no run to go on with"):
+        folder.resume(SETTINGS)
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -82,6 +85,21 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         )
     with pytest.raises(ModelError, match="is damaged"):
         folder.load("latest", SHAPES)
+    # One array, and no archive.
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(ModelError, match="is damaged"):
+        folder.load("latest", SHAPES)
+    for state in ("[1]", "7", "[" * 100_000):
+        with path.open("wb") as file:
+            np.savez(
+                file,
+                allow_pickle=False,
+                state=np.array(state),
+                **{"fc.weight": np.zeros((500, 400), np.float32)},
+            )
+        with pytest.raises(ModelError, match="is damaged"):
+            folder.load("latest", SHAPES)
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_a_whole_checkpoint(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from mesh.tuning.tuned_folder import NO_KEY, TunedDrafter, TunedFolder, may_serve
+from spanmesh_proto.errors import ModelError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,6 +109,39 @@ def test_what_nothing_is_known_of_is_erased(folder: TunedFolder, said: str) -> N
     (folder.path / "0001.json").write_text(said)
     assert folder.drafters() == []
     assert folder.erase_others({ALICE: "staff", BOB: "staff"}) == 1
+    assert list(folder.path.iterdir()) == []
+
+
+def test_a_link_is_removed_itself(folder: TunedFolder, tmp_path_factory: pytest.TempPathFactory) -> None:
+    put(folder, DRAFTER)
+    # There was more room elsewhere.
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "loaded"
+    folder.loaded(1).rename(elsewhere)
+    folder.loaded(1).symlink_to(elsewhere)
+    assert folder.erase_key(ALICE) == 1
+    assert list(folder.path.iterdir()) == []
+    assert elsewhere.exists()
+
+
+def test_what_cannot_be_removed_keeps_nothing_else(
+    folder: TunedFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2):
+        put(folder, replace(DRAFTER, number=number))
+    removed = shutil.rmtree
+
+    def remove(path: Path) -> None:
+        if path.name == "0001.gguf.run":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        removed(path)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    with pytest.raises(ModelError, match=r"cannot write .*0001\.gguf\.run: Permission denied"):
+        folder.erase_key(ALICE)
+    # What is said of it stays, so that it is known as what is to go.
+    assert sorted(path.name for path in folder.path.iterdir()) == ["0001.gguf.run", "0001.json"]
+    monkeypatch.undo()
+    assert folder.erase_key(ALICE) == 1
     assert list(folder.path.iterdir()) == []
 
 
