@@ -23,7 +23,7 @@ from mesh.tuning.answers import AnswerChoice, AnswerCounts
 from mesh.tuning.background import IdleClock, ServedAcceptance, TuningBounds
 from mesh.tuning.background_run import BackgroundRun
 from mesh.tuning.jobs import Device, TuneJob
-from mesh.tuning.recording import read_recording_header
+from mesh.tuning.recording import read_recording_header, told_within
 from mesh.tuning.source import known_prompts
 from mesh.tuning.tuned_folder import TunedDrafter, may_serve
 from spanmesh_proto.errors import ClusterError, MeshError
@@ -409,7 +409,7 @@ class BackgroundTuning:
     def _tell(self, latest: str, *, chosen: int = 0, refused: int = 0, gone_back: int = 0) -> None:
         with self._guard:
             status = self._status
-            status.latest = latest
+            status.latest = told_within(latest, self._room.recording)
             status.chosen += chosen
             status.refused += refused
             status.gone_back += gone_back
@@ -425,6 +425,6 @@ class BackgroundTuning:
             self._fail(repr(error))
 
     def _fail(self, reason: str) -> None:
-        if reason != self._status.latest:
+        if told_within(reason, self._room.recording) != self._status.latest:
             self._tell(reason)
             log.warning("background_tuning_failed", reason=reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -19,7 +20,7 @@ from spanmesh_proto.errors import ClusterError, MeshError
 from speculative.proposer import DrafterKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from mesh.options.host import HeadOptions
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 # Of drafters of the EAGLE-3 kind: the second layer, the middle, and the third from the end.
 _FIRST_TAP: Final = 2
 _LAST_TAP: Final = 3
+# Age of a key file that counts as written to its end.
+_SETTLED_S: Final = 1.0
 
 log = structlog.get_logger()
 
@@ -48,17 +51,20 @@ class AgreedKeys:
 
     Args:
         path: The key file; None if there is none.
+        now_s: Wall clock, Unix seconds.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, now_s: Callable[[], float] = time.time) -> None:
         self._path = path
+        self._now_s = now_s
         # Together, so that no thread sees one with another's.
         self._read: tuple[tuple[int, ...], Mapping[str, str | None] | None] = ((), None)
 
     def __call__(self) -> Mapping[str, str | None] | None:
         """The group of each key, None for none, by its digest in hex.
 
-        It is what was read last while the file cannot be read, and None without one.
+        It is what was read last while the file cannot be read, and None without one. A key that has just gone
+        from the file is still named: an editor may be writing, and what is erased does not come back.
         """
         if self._path is None:
             return None
@@ -68,6 +74,9 @@ class AgreedKeys:
             if stamp != self._read[0]:
                 records = read_key_file(self._path)
                 groups = {record.digest.hex(): record.group for record in records if record.may_record}
+                former = self._read[1] or {}
+                if former.keys() - groups.keys() and 0.0 <= self._now_s() - stat.st_mtime < _SETTLED_S:
+                    return {**former, **groups}
                 self._read = (stamp, groups)
         except (OSError, MeshError):
             # Its requests are refused meanwhile; no key counts as removed.

@@ -18,6 +18,7 @@ import structlog
 
 from mesh.status import RecordingStatus
 from mesh.tuning.conversation_file import Conversation, ConversationInfo
+from mesh.tuning.recording import told_within
 from spanmesh_proto.errors import MeshError
 from spanmesh_proto.row_ids import has_rows
 
@@ -294,8 +295,9 @@ class Recorder:
         return None
 
     def _fail(self, reason: str) -> None:
-        if reason != self._status.off:
-            self._status.off = reason
+        shown = told_within(reason, self._folder.path)
+        if shown != self._status.off:
+            self._status.off = shown
             # The log may go to the same full disk.
             with contextlib.suppress(OSError):
                 log.warning("recording_failed", reason=reason)

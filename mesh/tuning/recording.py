@@ -160,6 +160,11 @@ def conversation_paths(folder: Path) -> list[Path]:
         raise ModelError(f"{folder} cannot be read: {error.strerror or error}") from error
 
 
+def told_within(message: str, folder: Path) -> str:
+    """A message without the path of a recording, for a status, which all API keys may read."""
+    return message.replace(f"{folder}{os.sep}", "")
+
+
 def _require_private(folder: Path) -> None:
     mode = folder.stat().st_mode
     if not stat.S_ISDIR(mode):

@@ -71,6 +71,7 @@ class RecordingFolder:
         one_bytes: Most bytes that the features of one answer may take.
 
     Attributes:
+        path: As given.
         id: Name of this writer, which the lock holds as well.
         num_bytes: Size of all conversations.
         num_tokens: Their tokens of answers.
@@ -84,7 +85,7 @@ class RecordingFolder:
         self, folder: Path, header: RecordingHeader, limits: RecordingLimits, *, one_bytes: int
     ) -> None:
         create_recording(folder, header)
-        self._folder = folder
+        self.path = folder
         self._shape = header.shape
         self._limits = limits
         self._entries: deque[_Entry] = deque()
@@ -127,8 +128,8 @@ class RecordingFolder:
             OSError: If something cannot be removed; all else has been learned by then.
         """
         kept: OSError | None = None
-        damaged = list(self._folder.glob(f".*{SUFFIX}.*.part"))
-        for path in conversation_paths(self._folder):
+        damaged = list(self.path.glob(f".*{SUFFIX}.*.part"))
+        for path in conversation_paths(self.path):
             self._next_number = int(path.stem) + 1
             try:
                 self._note(path, read_tokens(path, self._shape), path.stat().st_size)
@@ -159,7 +160,7 @@ class RecordingFolder:
         while self._entries and self.num_bytes + num_bytes > self._limits.most_bytes:
             self._erase(self._entries[0])
             self._entries.popleft()
-        path = conversation_path(self._folder, self._next_number)
+        path = conversation_path(self.path, self._next_number)
         write_conversation(path, conversation)
         self._next_number += 1
         self._note(path, conversation, num_bytes)
@@ -228,12 +229,12 @@ class RecordingFolder:
                 f"{format_size(one_bytes)}: raise it",
                 param="--record-limit",
             )
-        held_bytes = sum(path.stat().st_size for path in conversation_paths(self._folder))
-        usage = shutil.disk_usage(self._folder)
+        held_bytes = sum(path.stat().st_size for path in conversation_paths(self.path))
+        usage = shutil.disk_usage(self.path)
         room_bytes = held_bytes + usage.free - int(_LEFT_FREE * usage.total)
         if most_bytes > room_bytes:
             raise ClusterError(
-                f"--record-limit is {format_size(most_bytes)}, and the disk of {self._folder} has room for "
+                f"--record-limit is {format_size(most_bytes)}, and the disk of {self.path} has room for "
                 f"{format_size(max(0, room_bytes))}, with a twentieth left free: lower it, or name another",
                 param="--record-limit",
             )

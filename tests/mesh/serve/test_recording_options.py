@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -110,7 +112,7 @@ def test_without_record_there_is_no_recorder(options: HeadOptions, known: Prefli
 def test_keys_that_agree_are_those_of_the_file_now(tmp_path: Path) -> None:
     assert AgreedKeys(None)() is None
     path = tmp_path / "keys"
-    agreed = AgreedKeys(path)
+    agreed = AgreedKeys(path, lambda: time.time() + 10.0)
     assert agreed() is None
     for record in (ALICE, BOB):
         add_key(path, record)
@@ -130,6 +132,24 @@ def test_keys_that_agree_are_those_of_the_file_now(tmp_path: Path) -> None:
     assert agreed() == alone
     path.write_text(whole)
     remove_key(path, "alice")
+    assert agreed() == {}
+
+
+def test_no_key_is_gone_while_its_file_is_being_written(tmp_path: Path) -> None:
+    path, now_s = tmp_path / "keys", time.time()
+    agreed = AgreedKeys(path, lambda: now_s)
+    add_key(path, ALICE)
+    whole, alone = path.read_text(), {ALICE.digest.hex(): None}
+    assert agreed() == alone
+    path.write_text("")
+    os.utime(path, (now_s, now_s))
+    assert agreed() == alone
+    path.write_text(whole.replace("alice", "alicia"))
+    os.utime(path, (now_s, now_s))
+    assert agreed() == alone
+    path.write_text("")
+    os.utime(path, (now_s, now_s))
+    now_s += 1.5
     assert agreed() == {}
 
 
