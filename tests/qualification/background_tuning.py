@@ -119,6 +119,23 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Drafting:
+    """Drafts for some answers."""
+
+    num_windows: int
+    """Windows that were drafted for."""
+    num_first: int
+    """Those whose first drafted token was accepted."""
+    took_s: float
+    """Time of all answers."""
+
+    @property
+    def rate(self) -> float:
+        """Acceptance of the first drafted token."""
+        return self.num_first / self.num_windows
+
+
+@dataclass(frozen=True)
 class Figures:
     """What was measured."""
 
@@ -130,6 +147,8 @@ class Figures:
     """Accepted tokens of a window, on held-out answers."""
     others_moved: int
     """Bob's windows that a tuned drafter had."""
+    others: tuple[Drafting, Drafting]
+    """What Bob can see of the same questions, before and after the swap."""
     different: int
     """Texts that differ."""
     texts: int
@@ -159,6 +178,17 @@ class Figures:
             Line("gain on held-out answers, accepted a window", self.gain, 0.0),
             Line("texts that differ", self.different, 0, is_ceiling=True, note=f"of {self.texts}"),
             Line("windows of another key with a tuned drafter", self.others_moved, 0, is_ceiling=True),
+            Line(
+                "first token accepted of another key, after less before",
+                self.others[1].rate - self.others[0].rate,
+                None,
+                note=f"of {self.others[0].num_windows} and {self.others[1].num_windows} windows",
+            ),
+            Line(
+                "time of another key's answers, after over before",
+                self.others[1].took_s / self.others[0].took_s,
+                None,
+            ),
             Line(
                 "first token while it computes, over while it stands still",
                 median(pairs),
@@ -261,6 +291,7 @@ class Measurement:
         self._recording = recording
         self._held = questions(_HELD_TABLES, _NUM_HELD, seed=2)
         self._texts: list[list[str]] = []
+        self._others: list[Drafting] = []
 
     def run(self) -> Figures:
         """All figures."""
@@ -300,6 +331,7 @@ class Measurement:
             acceptance=(before, after),
             gain=tuning["gain"],
             others_moved=moved["eagle3/1"]["drafts"] - counts["eagle3/1"]["drafts"],
+            others=(self._others[0], self._others[1]),
             different=different,
             texts=len(self._texts) * len(self._texts[0]),
             first_ms=tuple(
@@ -317,15 +349,28 @@ class Measurement:
     def _compare(self) -> None:
         """Ask the same again, with both keys, and keep the texts; nothing of it is recorded."""
         for key in (ALICE, BOB):
+            windows, first = self._drafts("eagle3")
+            begun_s = time.monotonic()
             ask = partial(self._client.ask, key=key, temperature=0, record=False)
             with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
                 self._texts.append([each.text for each in pool.map(ask, self._held)])
+            took_s = time.monotonic() - begun_s
+        now = self._drafts("eagle3")
+        self._others.append(Drafting(now[0] - windows, now[1] - first, took_s))
+
+    def _drafts(self, proposer: str) -> tuple[int, int]:
+        """Windows that a proposer has drafted for, and those whose first drafted token was accepted."""
+        found = self._client.status()["speculation"]["proposers"].get(proposer)
+        if not found or not found["drafts"]:
+            return 0, 0
+        return found["drafted_per_position"][0], found["accepted_per_position"][0]
 
     def _rate(self, proposer: str) -> float:
         """Share of first drafted tokens that were accepted, as served so far."""
         found = self._client.status()["speculation"]["proposers"][proposer]
         log.info("served", proposer=proposer, **found)
-        return float(found["accepted_per_position"][0] / found["drafted_per_position"][0])
+        num_windows, num_first = self._drafts(proposer)
+        return num_first / num_windows
 
     def _pairs(self) -> tuple[list[Answer], list[Answer]]:
         """Answers to requests that come while the training computes, and while it stands still."""
