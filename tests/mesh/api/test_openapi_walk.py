@@ -81,6 +81,7 @@ BEYOND_SCHEMAS = (
     "is to be continued",
     "knows no such tools",
     "by its type or by its fields alone",
+    "no answers are recorded here",
 )
 # What these hold is in a language of its own.
 LANGUAGES = frozenset(
