@@ -103,6 +103,7 @@ def test_a_drafter_is_tuned_and_reported(
 
 
 @needs_torch
+@pytest.mark.sweep
 def test_a_drafter_that_got_worse_is_kept_under_another_name(
     files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
