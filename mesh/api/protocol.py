@@ -51,6 +51,7 @@ from spanmesh_proto.errors import InvalidRequest
 MAX_PROMPTS: Final = 64
 MAX_CHOICES: Final = 16
 MAX_PROMPT_NAME: Final = 64
+_PromptName = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_NAME)]
 Prompt = str | tuple[int, ...]
 _SeveralPrompts = Field(min_length=1, max_length=MAX_PROMPTS)
 
@@ -99,6 +100,12 @@ def parse_schema(value: Any) -> Any:
         return None
     if value is not None and not isinstance(value, dict | bool):
         raise PydanticCustomError("schema", "must be a JSON Schema: an object, true or false")
+    return value
+
+
+def _whole_text(value: Any) -> Any:
+    if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
+        raise PydanticCustomError("text", "half a surrogate pair is no text")
     return value
 
 
@@ -220,7 +227,7 @@ class GenerationBody(StrictBody):
     return_token_ids: bool | None = None
     return_progress: bool | None = None
     # Whether the answer may be recorded for tuning. A yes may be a name, by which the prompt is known there.
-    record: bool | Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_NAME)] | None = None
+    record: Annotated[bool | _PromptName | None, BeforeValidator(_whole_text)] = None
     # Of what OpenAI would keep: here `false` keeps the answer out of recordings.
     store: bool | None = None
     n: choice_count(MAX_CHOICES) = None  # type: ignore[valid-type]

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import click
 import httpx
+import numpy as np
 import psutil
 import pytest
 
@@ -26,6 +27,9 @@ from mesh.cli.agent import AGENTS
 from mesh.cli.main import run
 from mesh.cli.reference import leaf_commands, rewritten
 from mesh.cluster.addresses import free_port
+from mesh.tuning.conversation_file import Conversation, ConversationInfo, write_conversation
+from mesh.tuning.prompts import read_prompts
+from mesh.tuning.recording import RecordingHeader, conversation_path, create_recording, recorded_model
 from spanmesh_proto import SOFTWARE_VERSION
 from tests.support.short_models import write_short
 from tests.support.tiny_models import TinyModel
@@ -293,7 +297,10 @@ def test_model_commands_run_as_told(document: str, command: str, says: str, fold
 def test_a_drafter_is_tuned_in_one_command_as_told(
     smollm2_path: Path, stage_cache_dir: Path, tmp_path: Path
 ) -> None:
-    """With few and short answers: as many as can be split into those to be learned and the others."""
+    """With few and short answers: as many as can be split into those to be learned and the others.
+
+    The answer that is measured only is recorded already, as for a second drafter of the same model.
+    """
     (tmp_path / "model.gguf").symlink_to(smollm2_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
 
@@ -315,6 +322,20 @@ def test_a_drafter_is_tuned_in_one_command_as_told(
     for name, count in (("sql", 12), ("chat", 1)):
         path = tmp_path / "prompts" / f"{name}.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
+    recorded = tmp_path / "tuned.gguf.recording"
+    layers, n_embd = (3, 15, 28), 576
+    (recorded / "chat").parent.mkdir()
+    create_recording(recorded / "chat", RecordingHeader(recorded_model(smollm2_path), layers))
+    prompts = read_prompts("chat", tmp_path / "prompts" / "chat.jsonl", is_raw=False)
+    assert isinstance(prompts, list)
+    write_conversation(
+        conversation_path(recorded / "chat", 0),
+        Conversation(
+            ConversationInfo(0, 4, "chat", 0.0, prompts[0].name, "", 0.0),
+            np.arange(24, dtype=np.int32),
+            np.zeros((24, len(layers), n_embd), np.float16),
+        ),
+    )
     # So little is learned by chance: as good as nothing is, so that the new drafter is as good as before.
     small = ("--max-tokens", "12", "--passes", "1", "--rate", "1e-9", "--vocabulary", "keep", "--json")
     found = json.loads(done("mesh draft tune", *small).stdout)
@@ -322,7 +343,6 @@ def test_a_drafter_is_tuned_in_one_command_as_told(
     assert (found["learned_prompts"], found["is_rejected"]) == (9, False)
     assert found["sections"][0]["rows"][1]["advice"]
     assert (tmp_path / "tuned.gguf").read_bytes()[:4] == b"GGUF"
-    recorded = tmp_path / "tuned.gguf.recording"
     assert {path.name: len(list(path.glob("*.feat"))) for path in recorded.iterdir()} == {
         "sql": 12,
         "chat": 1,
