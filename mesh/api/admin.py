@@ -312,7 +312,7 @@ async def change_drafter(request: Request) -> Response:
     await body_of(request, DrafterBody)
     drafters = backend_of(request).api.drafter_admin()
     if drafters is None:
-        raise ClusterError(
+        raise InvalidRequest(
             "no drafter is tuned here: `mesh serve` does so for a group of API keys that it is given"
         )
     return json_response(as_json(await drafters.go_back()))

@@ -26,7 +26,7 @@ from mesh.tuning.jobs import Device, TuneJob
 from mesh.tuning.recording import read_recording_header, told_within
 from mesh.tuning.source import known_prompts
 from mesh.tuning.tuned_folder import TunedDrafter, may_serve
-from spanmesh_proto.errors import ClusterError, MeshError
+from spanmesh_proto.errors import InvalidRequest, MeshError
 from stages.gguf import read_header
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class BackgroundTuning:
         """Serve the group with the drafter before, and never again with that of now.
 
         Raises:
-            ClusterError: If it is served with the base drafter.
+            InvalidRequest: If it is served with the base drafter.
         """
         done: Future[None] = Future()
         self._wanted_back.put(done)
@@ -253,7 +253,7 @@ class BackgroundTuning:
             return
         try:
             if self._served is None:
-                raise ClusterError(  # noqa: TRY301 - its waiter is told
+                raise InvalidRequest(  # noqa: TRY301 - its waiter is told
                     "the group is served with the drafter that tuning began with: there is none before it"
                 )
             self._leave(self._served, "an operator wanted it")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mesh.status import TuningStatus
-from spanmesh_proto.errors import ClusterError
+from spanmesh_proto.errors import InvalidRequest
 from tests.support.api_harness import ScriptedEngine, running_api, tokenizer
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Drafters:
 
     async def go_back(self) -> TuningStatus:
         if self.is_base:
-            raise ClusterError("before which there is none")
+            raise InvalidRequest("before which there is none")
         self.is_base = True
         return TuningStatus(group="staff", gone_back=1)
 
@@ -48,12 +48,12 @@ async def test_an_operator_goes_back(tokenizer: Tokenizer) -> None:
         assert answer.status_code == 200
         assert answer.json()["gone_back"] == 1
         again = await api.http.post("/mesh/drafter", json=BACK)
-        assert again.status_code == 503
+        assert again.status_code == 400
         assert "before which there is none" in again.text
 
 
 async def test_a_mesh_that_tunes_nothing_says_so(tokenizer: Tokenizer) -> None:
     async with running_api(ScriptedEngine([]), tokenizer) as api:
         answer = await api.http.post("/mesh/drafter", json=BACK)
-        assert answer.status_code == 503
+        assert answer.status_code == 400
         assert "for a group of API keys that it is given" in answer.text

@@ -30,7 +30,7 @@ from mesh.tuning.background import TuningBounds
 from mesh.tuning.drafter_file import head_rows
 from mesh.tuning.jobs import MeasureJob, Schedule, TrainingState, TuneOutcome
 from mesh.tuning.tuner import measure_drafters
-from spanmesh_proto.errors import ClusterError
+from spanmesh_proto.errors import InvalidRequest
 from stages.gguf import read_header
 from tests.support.changed_drafters import write_changed
 from tests.support.recordings import foreseeable, write_recording
@@ -210,7 +210,7 @@ def test_it_is_taken_again_after_a_restart_and_left_when_an_operator_wants_it(ro
         running._wanted_back.put(gone)
         asyncio.run(asyncio.wait_for(running.go_back(), 60.0))
         serves(room, group, 0)
-        with pytest.raises(ClusterError, match="that tuning began with: there is none before it"):
+        with pytest.raises(InvalidRequest, match="that tuning began with: there is none before it"):
             asyncio.run(running.go_back())
         assert names(room) == ["tried.json"]
     with tuning(room) as (running, group):
