@@ -115,7 +115,7 @@ def open_recorder(options: HeadOptions, known: Preflight) -> Iterator[OpenRecord
     recorder = Recorder(
         folder,
         header.shape,
-        lambda: _agreed(agreed, TunedFolder(path)),
+        lambda: _agreed_once_erased(agreed, TunedFolder(path)),
         most_bytes=options.most_record_bytes,
     )
     log.info("recording", folder=str(options.record_path), layers=layers, row_bytes=header.shape.row_bytes)
@@ -125,8 +125,8 @@ def open_recorder(options: HeadOptions, known: Preflight) -> Iterator[OpenRecord
         recorder.close()
 
 
-def _agreed(keys: AgreedKeys, tuned: TunedFolder) -> frozenset[str] | None:
-    """Digests of the keys that may be recorded; drafters that learned from others are erased.
+def _agreed_once_erased(keys: AgreedKeys, tuned: TunedFolder) -> frozenset[str] | None:
+    """Digests of the keys that may be recorded, once the drafters that learned from others are erased.
 
     Raises:
         ModelError: If one cannot be erased.

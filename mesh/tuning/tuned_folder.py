@@ -30,7 +30,6 @@ _TRIED: Final = "tried.json"
 _NEVER_S: Final = -1.0
 _NUMBERED: Final = re.compile(r"\.?([0-9]{4,})\.")
 _MOST_BYTES: Final = 1 << 20
-# Where there are no keys, answers are of none.
 NO_KEY: Final = ""
 """Stands for requests without an API key among the digests of keys."""
 

@@ -12,16 +12,9 @@ from mesh.cli.main import run
 from mesh.tuning.answers import index_answers, split_by_prompt
 from mesh.tuning.conversation_file import write_conversation
 from mesh.tuning.drafter_file import head_rows
-from mesh.tuning.recording import (
-    conversation_paths,
-    read_recording_header,
-)
+from mesh.tuning.recording import conversation_paths, read_recording_header
 from stages.gguf import read_header
-from tests.support.recordings import (
-    foreseeable,
-    random_conversation,
-    write_recording,
-)
+from tests.support.recordings import foreseeable, random_conversation, write_recording
 from tests.support.tiny_eagle3 import TinyEagle3
 from tests.support.tiny_models import TinyModel
 
