@@ -129,7 +129,8 @@ def record_by_own_mesh(
     """
     with ExitStack() as stack:
         served = arguments_of(HeadOptions, parallel=wanted.num_parallel, record_path=folder.absolute())
-        log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "mesh-serve.log"
+        # Without a name, so that nothing is left of it, however this process ends.
+        log = stack.enter_context(tempfile.TemporaryFile())
         mesh = own_mesh([str(model), *served, *options], log, what=f"the mesh of {model}")
         return _record(stack.enter_context(mesh).url, None, folder, prompts, wanted)
 

@@ -8,7 +8,7 @@ import subprocess
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 from urllib import request
 
 from mesh.cli.options import arguments_of
@@ -19,7 +19,6 @@ from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 _START_S: Final = 180.0
 _STOP_S: Final = 30.0
@@ -44,12 +43,12 @@ class OwnMesh:
 
 
 @contextmanager
-def own_mesh(arguments: Sequence[str], log: Path, *, what: str = "the mesh") -> Iterator[OwnMesh]:
+def own_mesh(arguments: Sequence[str], log: BinaryIO, *, what: str = "the mesh") -> Iterator[OwnMesh]:
     """Run `mesh serve` for the block.
 
     Args:
         arguments: Of `mesh serve`, apart from its addresses.
-        log: File for its output.
+        log: File for its output, open for reading as well.
         what: How errors call it.
 
     Raises:
@@ -61,21 +60,15 @@ def own_mesh(arguments: Sequence[str], log: Path, *, what: str = "the mesh") -> 
     command = module_command(
         "mesh.util.dependent_child", str(os.getpid()), "mesh", "serve", *arguments, *where
     )
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=inherited_environment(),
-        )
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=inherited_environment()
+    )
     mesh = OwnMesh(port, process)
     try:
         deadline_s = time.monotonic() + _START_S
         while not _is_healthy(mesh.url):
             if process.poll() is not None or time.monotonic() > deadline_s:
-                words = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-                raise MeshError(f"{what} does not come up:\n{words}")
+                raise MeshError(f"{what} does not come up:\n{_last_lines(log)}")
             time.sleep(_POLL_S)
         yield mesh
     finally:
@@ -85,6 +78,12 @@ def own_mesh(arguments: Sequence[str], log: Path, *, what: str = "the mesh") -> 
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _last_lines(log: BinaryIO) -> str:
+    # Seeking would move the place where the mesh goes on to write.
+    output = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)
+    return "\n".join(output.decode(errors="replace").splitlines()[-_LAST_LINES:])
 
 
 def _is_healthy(url: str) -> bool:

@@ -73,7 +73,7 @@ def served_mesh(
         add_key(keys, KeyRecord(f"other-{number}", digest_of(other)))
     arguments = [str(model), "--api-key-file", str(keys), *options]
     try:
-        with own_mesh(arguments, log, what="the mesh to be tested") as mesh:
+        with log.open("w+b") as output, own_mesh(arguments, output, what="the mesh to be tested") as mesh:
             yield ServedMesh(mesh.port, log, mesh.process)
     finally:
         keys.unlink(missing_ok=True)

@@ -461,7 +461,7 @@ def measure(draft: Path, folder: Path) -> Figures:
         *("--api-key-file", str(keys), "--record", str(folder / "recording"), "--record-limit", "2G"),
         *("--tune", GROUP),
     ]
-    with own_mesh(arguments, folder / "mesh.log") as mesh:
+    with (folder / "mesh.log").open("w+b") as log, own_mesh(arguments, log) as mesh:
         return Measurement(mesh, folder / "recording").run()
 
 
