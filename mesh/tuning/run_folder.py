@@ -7,14 +7,15 @@ numpy's archives without pickled objects, and appear whole.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
 from spanmesh_proto.errors import ModelError
-from stages.files import whole_file, write_error, write_private_file
+from stages.files import locked, whole_file, write_error, write_private_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _SETTINGS: Final = "run.json"
 _STATE: Final = "state"
+_LOCK: Final = "lock"
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +38,7 @@ class Checkpoint:
 
 
 class RunFolder:
-    """The folder beside a drafter that is being made.
+    """The folder beside a drafter that is being made. One process at a time works in it, until it is closed.
 
     Args:
         output: The drafter.
@@ -47,6 +49,19 @@ class RunFolder:
 
     def __init__(self, output: Path) -> None:
         self.path = output.with_name(output.name + ".run")
+        self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another process go on with the run."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def require_new(self) -> None:
         """Check that there is no folder yet.
@@ -68,17 +83,20 @@ class RunFolder:
         self.require_new()
         try:
             self.path.mkdir(mode=0o700, parents=True)
+            self._take()
             write_private_file(self.path / _SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
         except OSError as error:
             raise write_error(self.path / _SETTINGS, error) from error
 
     def resume(self, settings: Mapping[str, Any]) -> None:
-        """Check that the folder's run had these settings.
+        """Check that the folder's run had these settings, and take it over.
 
         Raises:
-            ModelError: If there is no run, or if it differs; the message names the first difference.
+            ModelError: If there is no run, if another process works on it, or if it differs; the message
+                names the first difference.
         """
         try:
+            self._take()
             said = json.loads((self.path / _SETTINGS).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{self.path} holds no run to go on with: leave out --resume") from error
@@ -131,6 +149,15 @@ class RunFolder:
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def _take(self) -> None:
+        """Take the folder's lock, which ends with this process at the latest."""
+        try:
+            self._lock = locked(self.path / _LOCK)
+        except BlockingIOError:
+            raise ModelError(
+                f"{self.path}: another process works on this run: let it end, or end it first"
+            ) from None
 
     def _path(self, name: str) -> Path:
         return self.path / f"{name}.npz"

@@ -45,6 +45,7 @@ def test_a_checkpoint_is_read_as_it_was_saved(tmp_path: Path) -> None:
     assert found is not None
     assert found.state == {"step": 7.0}
     assert (found.arrays["fc.weight"] == 7.0).all()
+    folder.close()
     RunFolder(tmp_path / "out.gguf").resume(SETTINGS)
     folder.remove()
     assert list(tmp_path.iterdir()) == []
@@ -57,11 +58,16 @@ def test_a_run_goes_on_with_its_own_settings_only(tmp_path: Path) -> None:
     folder.begin(SETTINGS)
     with pytest.raises(ModelError, match="holds an unfinished run: go on with --resume, or remove"):
         folder.begin(SETTINGS)
+    with pytest.raises(ModelError, match=r"out\.gguf\.run: another process works on this run: let it end"):
+        RunFolder(tmp_path / "out.gguf").resume(SETTINGS)
+    folder.close()
     with pytest.raises(ModelError, match="a run with another seed: give the same options"):
         folder.resume(SETTINGS | {"seed": 2})
+    folder.close()
     (folder.path / "run.json").write_text("[]")
     with pytest.raises(ModelError, match="a run with another seed"):
         folder.resume(SETTINGS)
+    folder.close()
     (folder.path / "run.json").write_text("[" * 100_000)
     with pytest.raises(ModelError, match="holds no run to go on with"):
         folder.resume(SETTINGS)
