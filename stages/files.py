@@ -285,14 +285,18 @@ def _no_room(path: Path, needed_bytes: int | None) -> ModelError:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, *, is_private: bool = False) -> Iterator[BinaryIO]:
     """A file that gets its name at the end of the block; on any exception, Ctrl-C included, it is removed.
+
+    Args:
+        path: Replaced if it exists.
+        is_private: Whether only this user may read it.
 
     Raises:
         ModelError: If the folder cannot be written to, or its disk is full.
     """
     try:
-        with whole_file(path) as file:
+        with whole_file(path, is_private=is_private) as file:
             yield file
     except OSError as error:
         raise write_error(path, error) from error

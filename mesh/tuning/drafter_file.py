@@ -235,7 +235,9 @@ def tuned_values(header: GgufHeader) -> Mapping[str, Value]:
 
 
 def write_weights(path: Path, drafter: Drafter, weights: Eagle3Weights, tuned: Mapping[str, Value]) -> None:
-    """Write a drafter like another one with other weights, matrices in Q8_0; the file appears whole.
+    """Write a drafter like another one with other weights, matrices in Q8_0.
+
+    The file appears whole, and only this user can read it: texts may have left traces in the weights.
 
     Args:
         path: Where to.
@@ -257,7 +259,7 @@ def write_weights(path: Path, drafter: Drafter, weights: Eagle3Weights, tuned: M
         arrays |= {OUTPUT: weights.head, _OWN_TOKENS: weights.token_ids}
     parts = [_encoded(name, array) for name, array in arrays.items()]
     parts += [_copied(header, tensor) for name, tensor in header.tensors.items() if name not in arrays]
-    _write(path, header.alignment, metadata, parts)
+    _write(path, header.alignment, metadata, parts, is_private=True)
 
 
 def write_new(path: Path, weights: Eagle3Weights, metadata: Mapping[str, Value]) -> None:
@@ -284,9 +286,11 @@ def _write(
     alignment: int,
     metadata: Mapping[str, Value],
     parts: Sequence[tuple[StageTensor, NDArray[Any]]],
+    *,
+    is_private: bool = False,
 ) -> None:
     layout = StageLayout(alignment, metadata, tuple(tensor for tensor, _ in parts))
-    with atomic_write(path) as file:
+    with atomic_write(path, is_private=is_private) as file:
         file.write(encode_header(layout))
         for tensor, data in parts:
             file.write(data.tobytes())
