@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mesh.tuning.conversation_file import read_conversation, read_tokens
@@ -37,11 +38,18 @@ class RecordedAnswer:
     info: ConversationInfo
     token_ids: NDArray[np.int32]
     """Of prompt and answer."""
+    prompts: frozenset[int]
+    """Hashes of its prompt's names: clients may ask the same under several."""
 
     @property
     def prompt_id(self) -> str:
         """Name of its prompt; its own where that has none."""
         return self.info.prompt_id or str(self.path)
+
+    @property
+    def prompt(self) -> int:
+        """The least hash of its prompt's names, which all answers to the prompt share."""
+        return min(self.prompts)
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -177,13 +185,13 @@ def index_answers(
             except ModelError:
                 num_dropped += 1
                 continue
-            found.append(RecordedAnswer(path, conversation.info, conversation.token_ids))
+            found.append(RecordedAnswer(path, conversation.info, conversation.token_ids, frozenset()))
     if not found:
         dropped = f" that is whole, and {num_dropped} that are damaged" if num_dropped else ""
         raise ModelError(
             f"{', '.join(map(str, folders))}: no conversation{dropped}; record some with `mesh draft record`"
         )
-    return AnswerIndex(wanted.shape, tuple(found), num_dropped)
+    return AnswerIndex(wanted.shape, _with_prompts(found), num_dropped)
 
 
 def prompt_hash(prompt_id: str) -> int:
@@ -201,7 +209,8 @@ def split_by_prompt(answers: Sequence[RecordedAnswer], known: Collection[int]) -
     Raises:
         ModelError: If there are too few prompts.
     """
-    hashes = sorted({prompt_hash(answer.prompt_id) for answer in answers} - set(known))
+    learned_before = {answer.prompt for answer in answers if not answer.prompts.isdisjoint(known)}
+    hashes = sorted({answer.prompt for answer in answers} - learned_before)
     if len(hashes) < LEAST_PROMPTS:
         new = "new " if known else ""
         raise ModelError(
@@ -214,7 +223,31 @@ def split_by_prompt(answers: Sequence[RecordedAnswer], known: Collection[int]) -
     watched = set(hashes[num_held : num_held + num_watched])
 
     def of(wanted: Collection[int]) -> tuple[RecordedAnswer, ...]:
-        return tuple(answer for answer in answers if prompt_hash(answer.prompt_id) in wanted)
+        return tuple(answer for answer in answers if answer.prompt in wanted)
 
-    used = {prompt_hash(answer.prompt_id) for answer in answers} - held - watched
-    return Split(of(used), of(watched), of(held))
+    return Split(of({*learned_before, *hashes} - held - watched), of(watched), of(held))
+
+
+def _with_prompts(answers: Sequence[RecordedAnswer]) -> tuple[RecordedAnswer, ...]:
+    """Answers with all names of their prompts; the same tokens asked under two names are one prompt."""
+    roots: dict[int, int] = {}
+    first: dict[bytes, int] = {}
+
+    def root(of: int) -> int:
+        while roots[of] != of:
+            roots[of] = of = roots[roots[of]]
+        return of
+
+    hashes = [prompt_hash(answer.prompt_id) for answer in answers]
+    for answer, own in zip(answers, hashes, strict=True):
+        roots.setdefault(own, own)
+        asked = answer.token_ids[: answer.info.answer_start].tobytes()
+        one, other = root(own), root(first.setdefault(asked, own))
+        roots[max(one, other)] = min(one, other)
+    names: dict[int, set[int]] = defaultdict(set)
+    for each in roots:
+        names[root(each)].add(each)
+    return tuple(
+        replace(answer, prompts=frozenset(names[root(own)]))
+        for answer, own in zip(answers, hashes, strict=True)
+    )

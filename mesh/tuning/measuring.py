@@ -93,7 +93,7 @@ def _drafts(
 ) -> AnswerDrafts:
     return AnswerDrafts(
         name=str(answer.path),
-        prompt_id=answer.prompt_id,
+        prompt_id=f"{answer.prompt:08x}",
         api=answer.info.api,
         num_right=num_right,
         num_tokens=len(answer.tokens),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mesh.tuning.acceptance import acceptance_of
-from mesh.tuning.answers import index_answers, prompt_hash, split_by_prompt
+from mesh.tuning.answers import index_answers, split_by_prompt
 from mesh.tuning.drafter_file import write_weights
 from mesh.tuning.jobs import Measured, MeasuredFolder, TuneOutcome
 from mesh.tuning.measuring import measure, with_strange_features
@@ -94,12 +94,16 @@ class _Measuring:
 
 def tune_here(job: TuneJob, report: Progress) -> TuneOutcome:
     """See `mesh.tuning.tuner.tune`."""
+    with RunFolder(job.output) as folder:
+        return _tuned_in(folder, job, report)
+
+
+def _tuned_in(folder: RunFolder, job: TuneJob, report: Progress) -> TuneOutcome:
     source = Source(job.target, job.drafter)
     report("reading the recording", 0.0)
     index = index_answers(job.folders, source.recorded, job.choice)
     split = split_by_prompt(index.answers, source.known_prompts)
     compute = _compute(job.device)
-    folder = RunFolder(job.output)
     settings = _settings(job, index.answers, compute)
     start = source.with_vocabulary(split.learned, job.vocabulary)
     tokens = [answer.token_ids for answer in index.answers]
@@ -128,14 +132,14 @@ def tune_here(job: TuneJob, report: Progress) -> TuneOutcome:
         before=before,
         after=after,
         num_learned=sum(len(answer.tokens) for answer in split.learned),
-        num_prompts=len({answer.prompt_id for answer in split.learned}),
+        num_prompts=len({answer.prompt for answer in split.learned}),
         num_dropped=index.num_dropped,
         num_steps=trainer.num_steps,
         state=state,
         num_own_tokens=len(start.token_ids),
         is_retrimmed=start is not source.weights,
     )
-    learned = {prompt_hash(answer.prompt_id) for answer in (*split.learned, *split.watched)}
+    learned = frozenset[int]().union(*(each.prompts for each in (*split.learned, *split.watched)))
     tuned = _tuned(job, outcome, learned | source.known_prompts)
     write_weights(outcome.candidate, source.drafter, weights, tuned)
     return outcome
@@ -152,7 +156,7 @@ def measure_here(job: MeasureJob, report: Progress) -> tuple[MeasuredFolder, ...
         for source in sources:
             require_same(read_recording_header(path), source.recorded, path)
         index = index_answers([path], sources[0].recorded)
-        answers = [each for each in index.answers if prompt_hash(each.prompt_id) not in known]
+        answers = [each for each in index.answers if each.prompts.isdisjoint(known)]
         measured = []
         for source in sources:
             lexicon = _lexicon(source, [source.weights.token_ids, *(each.token_ids for each in answers)])
@@ -204,7 +208,7 @@ def _settings(job: TuneJob, answers: Sequence[RecordedAnswer], compute: Compute)
     }
 
 
-def _tuned(job: TuneJob, outcome: TuneOutcome, prompts: frozenset[int] | set[int]) -> dict[str, Value]:
+def _tuned(job: TuneJob, outcome: TuneOutcome, prompts: frozenset[int]) -> dict[str, Value]:
     """What is written into the file."""
     kinds = sorted({answer.api for answer in outcome.before.answers})
     values = {

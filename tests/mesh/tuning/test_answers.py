@@ -63,6 +63,32 @@ def test_what_was_learned_before_is_learned_again(folder: Path, header: Recordin
         split_by_prompt(index.answers, all_known)
 
 
+def test_a_prompt_under_several_names_is_one(folder: Path, header: RecordingHeader) -> None:
+    """A client that gives each request a name of its own asks again what was learned."""
+    for number in range(NUM_PROMPTS):
+        again = random_conversation(number)
+        for turn in (1, 2):
+            renamed = replace(again, info=replace(again.info, prompt_id=f"{number}, {turn}"))
+            write_conversation(conversation_path(folder, turn * NUM_PROMPTS + number), renamed)
+    # Turns of a conversation share a name, and not the tokens before them.
+    later = random_conversation(NUM_PROMPTS)
+    later = replace(later, info=replace(later.info, prompt_id="0, 2"))
+    write_conversation(conversation_path(folder, 3 * NUM_PROMPTS), later)
+    answers = index_answers([folder], header).answers
+    assert len({answer.prompt for answer in answers}) == NUM_PROMPTS
+    named = {prompt_hash(name) for name in ("prompt 0", "0, 1", "0, 2")}
+    assert answers[0].prompts == answers[-1].prompts == named
+    split = split_by_prompt(answers, ())
+    assert len({answer.prompt for answer in split.held}) == 6
+    assert len(split.held) in {18, 19}
+    # What was learned under one of the names is known under all of them.
+    known = {prompt_hash(f"{number}, 1") for number in range(20)}
+    split = split_by_prompt(answers, known)
+    held = {answer.prompt_id for answer in (*split.held, *split.watched)}
+    assert held
+    assert not held & {f"prompt {number}" for number in range(20)}
+
+
 def test_damaged_conversations_are_dropped_and_counted(folder: Path, header: RecordingHeader) -> None:
     features = random_conversation(0).features.copy()
     features[2, 1, 3] = np.nan

@@ -240,7 +240,9 @@ def test_features_that_do_not_belong_to_the_tokens_are_refused(
     folder, output = tmp_path / "recording", tmp_path / "tuned.gguf"
     create_recording(folder, Source(smollm2_path, DRAFTER).recorded)
     for number in range(12):
-        written = Conversation(info(number, answer_start=real.info.answer_start), real.token_ids, mixed)
+        # Twelve prompts.
+        token_ids = np.concatenate([np.array([number], np.int32), real.token_ids[1:]])
+        written = Conversation(info(number, answer_start=real.info.answer_start), token_ids, mixed)
         write_conversation(conversation_path(folder, number), written)
     job = TuneJob((folder,), smollm2_path, DRAFTER, output, Schedule(), Device(), None, is_resumed=False)
     with pytest.raises(ModelError, match="features and tokens do not belong together"):
