@@ -278,9 +278,9 @@ class BackgroundTuning:
             return
         source = () if self._served is None else self._served.keys
         # Not that of a drafter that was erased: how often it was right must not count for another.
-        self._latest_number = max(self._latest_number + 1, self._folder.next_number())
+        number = max(self._latest_number + 1, self._folder.next_number())
         drafter = TunedDrafter(
-            number=self._latest_number,
+            number=number,
             base=self._base,
             source=self._group.number,
             group=self._room.group,
@@ -288,6 +288,7 @@ class BackgroundTuning:
             latest_s=choice.latest_s,
         )
         self._folder.write(drafter)
+        self._latest_number = number
         self._start(drafter, is_resumed=False)
 
     def _count(self) -> AnswerChoice:
