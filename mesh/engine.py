@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mesh.status import FeatureStatus, ProposerStatus, SpeculationStatus, WindowTimes, as_json
+from spanmesh_proto.row_ids import has_rows
 from speculative.acceptance import DepthStatistics, SpeculationStatistics
 from stages.sampling.sampler import SamplingParams
 
@@ -92,6 +93,11 @@ class GenerationRequest:
     """How the answer is filed if answers are recorded; None for one that must not be."""
     on_prefill: Callable[[PrefillProgress], None] | None = field(default=None, compare=False, repr=False)
     """Called in the event loop whenever more of the prompt was read; None for no calls."""
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the prompt has rows that are no tokens, see `spanmesh_proto.row_ids`."""
+        return has_rows(self.prompt)
 
 
 @dataclass(frozen=True)

@@ -603,8 +603,8 @@ def check_request(request: GenerationRequest, options: CoordinatorOptions) -> No
     """Check that a request can be answered.
 
     Raises:
-        InvalidRequest: If the prompt is empty, no token is wanted, a biased token does not exist, or the
-            vocabulary for a grammar is missing.
+        InvalidRequest: If the prompt is empty, no token is wanted, a biased token does not exist, a prompt is
+            to be scored that is not all tokens, or the vocabulary for a grammar is missing.
         ContextLengthExceeded: If prompt + 1 exceeds the context.
     """
     if not request.prompt:
@@ -618,6 +618,12 @@ def check_request(request: GenerationRequest, options: CoordinatorOptions) -> No
             "send less, as the answer needs room too, or serve the model with a larger --ctx-size",
             what="the prompt",
             most=options.context_length - 1,
+        )
+    if request.scores_prompt and request.has_rows:
+        raise InvalidRequest(
+            "logprobs of the prompt: rows that are no tokens have none: leave out echo with logprobs, or the "
+            "rows",
+            param="prompt",
         )
     if request.grammar is not None and options.token_texts is None:
         raise InvalidRequest("grammar: not supported by these stages: leave it out", param="grammar")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from spanmesh_proto.row_ids import stray_id
+from spanmesh_proto.row_ids import num_before_rows, stray_id
 from speculative.acceptance import Decision, ProposalContext
 from speculative.controller import Controller, SharedMeasures
 from speculative.proposer import (
@@ -322,14 +322,16 @@ class GuardedProposer:
         except Exception as error:  # noqa: BLE001
             self._switch_off(repr(error))
             return EMPTY
-        stray = stray_id(tokens, self._n_vocab)
+        stray = stray_id(tokens, self._n_vocab, may_be_rows=True)
         if stray is not None:
             self._switch_off(f"it proposed token {stray}, which is outside the vocabulary of {self._n_vocab}")
             return EMPTY
         if len(confidences) != len(tokens):
             self._switch_off(f"it proposed {len(tokens)} tokens with {len(confidences)} confidences")
             return EMPTY
-        return Proposal(tokens, confidences, proposal.proposer, proposal.depths)
+        # A text that repeats itself may foretell a picture of the prompt; an answer has none.
+        sound = Proposal(tokens, confidences, proposal.proposer, proposal.depths)
+        return sound.first(num_before_rows(tokens))
 
     def listen(self, on_ready: Callable[[], None]) -> None:
         """See `Proposer.listen`."""

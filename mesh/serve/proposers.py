@@ -13,7 +13,6 @@ from mesh.draft.loading import load_drafter
 from mesh.serve.group_drafter import GroupDrafter
 from mesh.serve.preflight import latest_answer
 from spanmesh_proto.errors import ModelError
-from spanmesh_proto.row_ids import has_rows
 from speculative.lookup_proposers import (
     Histories,
     NgramProposer,
@@ -93,7 +92,7 @@ class Proposers:
                 proposers.append(self._histories.open(request.history_key))
             proposers.append(NgramProposer())
         draft = self._draft if mode in {"auto", "draft"} or replace is not None else None
-        if draft is not None and not has_rows(request.prompt):
+        if draft is not None and not request.has_rows:
             # The target's own sampler and seed: draft and target then sample differently only where they
             # disagree.
             choose = Sampler(request.sampling, len(request.prompt)).sample

@@ -20,7 +20,6 @@ from mesh.status import RecordingStatus
 from mesh.tuning.conversation_file import Conversation, ConversationInfo
 from mesh.tuning.recording import told_within
 from spanmesh_proto.errors import MeshError
-from spanmesh_proto.row_ids import has_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -210,7 +209,7 @@ class Recorder:
 
     def begin(self, request: GenerationRequest) -> RecordedAnswer | None:
         """The record of a new answer; None if it must not be recorded, or its prompt is not all tokens."""
-        if request.recording is None or has_rows(request.prompt):
+        if request.recording is None or request.has_rows:
             return None
         return RecordedAnswer(self, request, request.recording)
 

@@ -45,6 +45,13 @@ def num_alike(ids: Sequence[int]) -> int:
     return next((index for index, each in enumerate(ids) if (each >= FIRST_ROW_ID) != is_row), len(ids))
 
 
+def num_before_rows(ids: Sequence[int]) -> int:
+    """Number of first ids that are of tokens."""
+    if not has_rows(ids):
+        return len(ids)
+    return next(index for index, each in enumerate(ids) if each >= FIRST_ROW_ID)
+
+
 def tokens_among(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """The ids of tokens, in order."""
     return ids[ids < FIRST_ROW_ID]

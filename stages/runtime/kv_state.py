@@ -1,22 +1,27 @@
-"""Parser of llama.cpp's saved sequence state: KV rows by position.
+"""Parser of llama.cpp's saved sequence state: KV rows in their order.
 
-llama.cpp saves a whole sequence (`llama_state_seq_get_data`). A replica needs only the new positions, so the
-saved bytes are parsed here: cut to a range of positions they are valid state for llama.cpp again, and so are
-two adjacent ranges joined.
+llama.cpp saves a whole sequence (`llama_state_seq_get_data`). A replica needs only the new rows, so the
+saved bytes are parsed here: cut to a range of rows they are valid state for llama.cpp again, and so are two
+adjacent ranges joined.
 
 Format (from llama.cpp's source in llama-cpp-python 0.3.36, `llama_kv_cache::state_write`), all little-endian:
 u32 magic, i32 sequence, then for each cache of the model:
 
     u32 streams; for each: u32 cells, and if there are any
-        for each cell: i32 position, u32 1, in models that look at more than positions 12 bytes, i32 sequence
+        for each cell: i32 position, u32 1, in models that look at more than positions i32 x, i32 y and
+            i32 token, i32 sequence
         u32 whether values are transposed, u32 layers
         for each layer's keys: i32 type, u64 bytes of a row, the rows
         for each layer's values, if there are any: the same;
             transposed: i32 type, u32 bytes of an element, u32 elements of a row, for each of them all cells
 
-The format is checked to the last byte: anything else, and positions that are not consecutive, is refused. So
-are sliding windows that have begun to slide, whose first positions are not saved. Recurrent state has no
-positions; it follows the caches, and is cut off before.
+The format is checked to the last byte: anything else, and positions that do not follow one another, is
+refused. So are sliding windows that have begun to slide, whose first rows are not saved. Recurrent state has
+no positions; it follows the caches, and is cut off before.
+
+A row has the next position, but for pictures in models with positions in several parts (M-RoPE): all rows of
+one have a common position, and differ in x and y; the row behind it has the one after the largest of all
+these. Ordered by position, y and x, cells are in the order of rows; which row is the first, they do not tell.
 
 Stages with the same layers need not have the same layout. Sequences on a GPU share one stream, whose cells
 come in any order, and have one each on a processor. Values are transposed where there is no flash attention.
@@ -42,8 +47,9 @@ _U32: Final = struct.Struct("<I")
 _HEAD_BYTES: Final = 8
 _ROWS_HEAD: Final = struct.Struct("<iQ")
 _TRANSPOSED_HEAD: Final = struct.Struct("<iII")
-# Without and with those 12 bytes.
-_CELL_BYTES: Final = (12, 24)
+# Without and with x, y and token.
+_PLAIN_CELL_BYTES: Final = 12
+_CELL_BYTES: Final = (_PLAIN_CELL_BYTES, 24)
 # Bytes of an element of the types that values may be transposed in, by `enum ggml_type`: F32, F16, BF16.
 _ELEMENT_BYTES: Final = {0: 4, 1: 2, 30: 2}
 
@@ -143,61 +149,63 @@ class _Cache:
 
 @dataclass(frozen=True)
 class KvRows:
-    """Consecutive positions of one sequence, at least one."""
+    """Consecutive rows of one sequence, at least one."""
 
     start: int
-    """The first position."""
+    """The first row."""
     stop: int
-    """Last position plus one."""
+    """Last row plus one."""
     _head: bytes
     _caches: tuple[_Cache, ...]
 
     @classmethod
-    def from_bytes(cls, saved: bytes | bytearray | memoryview | NDArray[np.uint8]) -> KvRows:
+    def from_bytes(
+        cls, saved: bytes | bytearray | memoryview | NDArray[np.uint8], start: int | None = None
+    ) -> KvRows:
         """Parse saved state of a sequence, without copying.
 
         Args:
             saved: All bytes, from llama.cpp or `to_bytes`.
+            start: The first row, for cells whose positions do not tell it; None if it is the first position.
 
         Raises:
-            UncuttableModel: If it is not the state of consecutive positions.
+            UncuttableModel: If it is not the state of consecutive rows.
         """
         data = np.frombuffer(saved, np.uint8)
         for cell_bytes in _CELL_BYTES:
             for has_values in (True, False):
                 try:
-                    return cls._read(data, cell_bytes, has_values=has_values)
+                    return cls._read(data, cell_bytes, start, has_values=has_values)
                 except (struct.error, ValueError):
                     continue
         raise _unknown("the saved state of a sequence has another format")
 
     @classmethod
     def without_caches(cls, start: int, stop: int, saved: bytes | NDArray[np.uint8]) -> KvRows | None:
-        """Positions of a model without attention, of which nothing but a head is saved.
+        """Rows of a model without attention, of which nothing but a head is saved.
 
         Args:
-            start: The first position.
-            stop: Last position plus one.
+            start: The first row.
+            stop: Last row plus one.
             saved: All bytes; None is returned if there are more.
         """
         return cls(start, stop, bytes(saved), ()) if len(saved) == _HEAD_BYTES else None
 
     @classmethod
-    def _read(cls, data: NDArray[np.uint8], cell_bytes: int, *, has_values: bool) -> KvRows:
+    def _read(
+        cls, data: NDArray[np.uint8], cell_bytes: int, start: int | None, *, has_values: bool
+    ) -> KvRows:
         reader = _Reader(data)
         head = reader.take(_HEAD_BYTES).tobytes()
-        caches = [reader.cache(cell_bytes, has_values=has_values)]
+        caches = [_in_order(reader.cache(cell_bytes, has_values=has_values))]
         while not reader.is_at_end:
-            caches.append(reader.cache(cell_bytes, has_values=has_values))
-        start, count = int(_positions(caches[0]).min()), len(caches[0].cells)
-        in_order = []
-        for cache in caches:
-            positions = _positions(cache)
-            order = np.argsort(positions)
-            if not np.array_equal(positions[order], np.arange(start, start + count)):
-                raise ValueError("positions are not consecutive")
-            in_order.append(cache if np.array_equal(positions, positions[order]) else cache.reordered(order))
-        return cls(start, start + count, head, tuple(in_order))
+            caches.append(_in_order(reader.cache(cell_bytes, has_values=has_values)))
+        first, count = int(_numbers(caches[0])[0, 0]), len(caches[0].cells)
+        if any(_numbers(cache)[0, 0] != first or len(cache.cells) != count for cache in caches):
+            raise ValueError("two caches have different rows")
+        if start is None or cell_bytes == _PLAIN_CELL_BYTES:
+            start = first
+        return cls(start, start + count, head, tuple(caches))
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -208,18 +216,18 @@ class KvRows:
         return sum(part.values.size for cache in self._caches for part in cache.parts)
 
     def cut(self, start: int, stop: int) -> KvRows:
-        """The positions from `start` to before `stop`.
+        """The rows from `start` to before `stop`.
 
         Raises:
             ValueError: If they are empty, or not all here.
         """
         if not self.start <= start < stop <= self.stop:
-            raise ValueError(f"positions {start} to {stop} of {self.start} to {self.stop}")
+            raise ValueError(f"rows {start} to {stop} of {self.start} to {self.stop}")
         first, last = start - self.start, stop - self.start
         return KvRows(start, stop, self._head, tuple(cache.cut(first, last) for cache in self._caches))
 
     def followed_by(self, other: KvRows) -> KvRows:
-        """These positions and the adjacent ones after them.
+        """These rows and the adjacent ones after them.
 
         Raises:
             UncuttableModel: If the other ones are not adjacent, or not of this model.
@@ -248,7 +256,7 @@ class KvRows:
         return b"".join([self._head, *(piece for cache in self._caches for piece in cache.to_bytes())])
 
     def joined(self, others: Sequence[KvRows]) -> NDArray[np.uint8]:
-        """These positions and those of adjacent ranges in llama.cpp's format, uint8 (bytes).
+        """These rows and those of adjacent ranges in llama.cpp's format, uint8 (bytes).
 
         Every row is copied once.
 
@@ -350,7 +358,7 @@ class _Reader:
 
 def _check_adjacent(one: KvRows, other: KvRows) -> None:
     if other.start != one.stop or len(other._caches) != len(one._caches):  # noqa: SLF001 - of this module
-        raise _unknown(f"positions from {other.start} do not follow those before {one.stop}")
+        raise _unknown(f"rows from {other.start} do not follow those before {one.stop}")
 
 
 def _joined_cache(caches: Sequence[_Cache]) -> Iterator[_Joined]:
@@ -374,9 +382,25 @@ def no_state() -> NDArray[np.uint8]:
     return np.zeros(_HEAD_BYTES, np.uint8)
 
 
-def _positions(cache: _Cache) -> NDArray[np.int32]:
-    positions: NDArray[np.int32] = np.ascontiguousarray(cache.cells[:, :4]).view("<i4")[:, 0]
-    return positions
+def _numbers(cache: _Cache) -> NDArray[np.int32]:
+    """Records of its cells, int32 (cells, numbers of a record)."""
+    return np.ascontiguousarray(cache.cells).view("<i4")
+
+
+def _in_order(cache: _Cache) -> _Cache:
+    """The cache with its cells in the order of rows.
+
+    Raises:
+        ValueError: If one does not follow another.
+    """
+    numbers = _numbers(cache).T
+    place = numbers[:1] if cache.cells.shape[1] == _PLAIN_CELL_BYTES else numbers[[0, 3, 2]]
+    order = np.lexsort(place[::-1])
+    before, behind = place[:, order[:-1]], place[:, order[1:]]
+    is_beside = (behind[0] == before[0]) & (behind[1:] != before[1:]).any(axis=0)
+    if not (is_beside | (behind[0] == before.max(axis=0) + 1)).all():
+        raise ValueError("a row is missing, or there twice")
+    return cache if np.array_equal(order, np.arange(len(order))) else cache.reordered(order)
 
 
 def without_head(saved: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -385,4 +409,4 @@ def without_head(saved: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _unknown(why: str) -> UncuttableModel:
-    return UncuttableModel(f"llama.cpp's KV cache cannot be split by positions: {why}")
+    return UncuttableModel(f"llama.cpp's KV cache cannot be split by rows: {why}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import llama_cpp
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stages.runtime.devices import GpuPlacing
+
+# Of these llama.cpp takes rows with positions in parts only.
+_NEED_PARTS: Final = ("glm4", "glm4moe")
 
 
 @dataclass(frozen=True)
@@ -144,3 +147,14 @@ def may_scale_rotations(model: Any, ctx_size: int) -> bool:
     architecture = read_metadata(model, "general.architecture")
     original = read_metadata(model, f"{architecture}.rope.scaling.original_context_length")
     return original is not None or ctx_size + CELLS_AT_ONCE > llama_cpp.llama_model_n_ctx_train(model)
+
+
+def num_position_parts(model: Any) -> int:
+    """Parts of the position of a row that is no token."""
+    kinds = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE)
+    return 4 if llama_cpp.llama_model_rope_type(model) in kinds else 1
+
+
+def ends_on_rows(model: Any) -> bool:
+    """Whether llama.cpp ends the process if rows of a model go in as embeddings."""
+    return read_metadata(model, "general.architecture") in _NEED_PARTS and num_position_parts(model) == 1

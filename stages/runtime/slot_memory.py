@@ -193,7 +193,7 @@ class _RowRollback:
 
     def rows(self, slot: int, saved: NDArray[np.uint8]) -> KvRows:
         del slot
-        return KvRows.from_bytes(saved)
+        return KvRows.from_bytes(saved, 0)
 
 
 class _StateRollback:
@@ -237,7 +237,7 @@ class _StateRollback:
 
     def rows(self, slot: int, saved: NDArray[np.uint8]) -> KvRows:
         saved = without_part(saved, self._states.read(slot))
-        return KvRows.without_caches(0, self._lengths[slot], saved) or KvRows.from_bytes(saved)
+        return KvRows.without_caches(0, self._lengths[slot], saved) or KvRows.from_bytes(saved, 0)
 
 
 class SlotMemory:
@@ -434,7 +434,7 @@ class SlotMemory:
         """
         self._require_no_copies(slot)
         window = self._states.read(slot).copy()
-        rows = KvRows.from_bytes(without_part(read_sequence(self._context, slot), window))
+        rows = KvRows.from_bytes(without_part(read_sequence(self._context, slot), window), 0)
         return self._whole_rows(slot, rows), window
 
     def num_kv_bytes(self, slot: int) -> int:

@@ -20,7 +20,14 @@ from stages.runtime.hidden_tap import FeatureTaps, LayerTap, StopTap, make_stop_
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.llama import init_backend, last_complaint
 from stages.runtime.llama_libraries import attention_version, loaded_kernels
-from stages.runtime.loaded_model import StageInfo, load_model, may_scale_rotations, read_metadata
+from stages.runtime.loaded_model import (
+    StageInfo,
+    ends_on_rows,
+    load_model,
+    may_scale_rotations,
+    num_position_parts,
+    read_metadata,
+)
 from stages.runtime.numerics import Numerics, numerics_for, prepare_process
 from stages.runtime.slot_memory import SlotMemory
 from stages.runtime.spans import Span, SpanBatch, SpanBatches
@@ -39,13 +46,19 @@ class Batch:
         max_rows: Capacity.
         n_embd: Width of hidden states in, or None if token ids go in.
         has_both: Whether token ids go in beside hidden states.
+        num_parts: Parts of the position of a row, all but the last of which are the same here; those of token
+            ids have one.
     """
 
-    def __init__(self, max_rows: int, n_embd: int | None, *, has_both: bool = False) -> None:
+    def __init__(
+        self, max_rows: int, n_embd: int | None, *, has_both: bool = False, num_parts: int = 1
+    ) -> None:
         self._has_tokens = has_both or n_embd is None
         self._tokens = np.zeros(max_rows, np.int32)
         self._hidden = None if n_embd is None else np.zeros((max_rows, n_embd), np.float32)
+        self._num_parts = num_parts
         self._positions = np.zeros(max_rows, np.int32)
+        self._parts = self._positions if num_parts == 1 else np.zeros(num_parts * max_rows, np.int32)
         self._num_slots_of_row = np.ones(max_rows, np.int32)
         self._slots = np.zeros(max_rows, np.int32)
         self._outputs = np.zeros(max_rows, np.int8)
@@ -57,7 +70,7 @@ class Batch:
             n_tokens=0,
             token=_pointer(self._tokens, ctypes.c_int32) if self._has_tokens else None,
             embd=None if self._hidden is None else _pointer(self._hidden, ctypes.c_float),
-            pos=_pointer(self._positions, ctypes.c_int32),
+            pos=_pointer(self._parts, ctypes.c_int32),
             n_seq_id=_pointer(self._num_slots_of_row, ctypes.c_int32),
             seq_id=ctypes.cast(self._slot_pointers, ctypes.POINTER(slot_pointer)),
             logits=_pointer(self._outputs, ctypes.c_int8),
@@ -90,6 +103,15 @@ class Batch:
         self._outputs[first : first + first_output] = 0
         self._outputs[first + first_output : stop] = 1
         self.struct.n_tokens = stop
+
+    def lay_out(self) -> llama_cpp.llama_batch:
+        """The batch for llama.cpp, which reads each part of all positions before the next one."""
+        num_rows = self.struct.n_tokens
+        if self._num_parts > 1:
+            parts = self._parts[: self._num_parts * num_rows].reshape(self._num_parts, num_rows)
+            parts[:-1] = self._positions[:num_rows]
+            parts[-1] = 0
+        return self.struct
 
 
 @dataclass(frozen=True)
@@ -256,6 +278,10 @@ class StageRuntime:
             raise InvalidWindow(f"token {stray} is outside the vocabulary of {self.info.n_vocab}")
         if self.info.is_first and span.hidden is None:
             return
+        if self.info.is_first and ends_on_rows(self._model):
+            raise InvalidWindow(
+                "llama.cpp takes token ids only of this model: its file has no parts of positions"
+            )
         if span.hidden is None or span.hidden.shape != (rows, self._input_width):
             shape = None if span.hidden is None else span.hidden.shape
             raise InvalidWindow(f"hidden states have shape {shape}; expected {(rows, self._input_width)}")
@@ -523,7 +549,7 @@ class StageRuntime:
     @functools.cached_property
     def _row_batch(self) -> Batch:
         """Batch of rows at the first stage."""
-        return Batch(self._numerics.max_rows, self._input_width)
+        return Batch(self._numerics.max_rows, self._input_width, num_parts=num_position_parts(self._model))
 
     def _fill(self, batch: SpanBatch) -> Batch:
         """The rows of a batch for llama.cpp."""
@@ -548,7 +574,7 @@ class StageRuntime:
 
     def _run(self, filled: Batch) -> None:
         started_ns = time.thread_time_ns()
-        status = llama_cpp.llama_decode(self._context, filled.struct)
+        status = llama_cpp.llama_decode(self._context, filled.lay_out())
         self.decode_cpu_us += (time.thread_time_ns() - started_ns) // 1000
         if status != 0:
             # llama.cpp's state of the batch is unknown: these slots are emptied.

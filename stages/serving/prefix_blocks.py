@@ -145,7 +145,7 @@ class PrefixReader:
             raise DamagedBlock("it follows other tokens")
         try:
             rows = KvRows.without_caches(block.start, block.stop, block.rows)
-            rows = rows or KvRows.from_bytes(block.rows)
+            rows = rows or KvRows.from_bytes(block.rows, block.start)
         except UncuttableModel as error:
             raise DamagedBlock(error.message) from error
         if (rows.start, rows.stop) != (block.start, block.stop):

@@ -330,7 +330,8 @@ def state_messages(
 
 def _rows_of(update: wire.SlotRows) -> KvRows:
     stop = update.start + len(update.tokens)
-    rows = KvRows.without_caches(update.start, stop, update.kv) or KvRows.from_bytes(update.kv)
+    rows = KvRows.without_caches(update.start, stop, update.kv)
+    rows = rows or KvRows.from_bytes(update.kv, update.start)
     if (rows.start, len(rows)) != (update.start, len(update.tokens)):
         raise ProtocolError(
             f"{len(update.tokens)} tokens from position {update.start} on do not fit KV rows {rows.start} to "

@@ -96,6 +96,10 @@ def _qwen3moe(noise: Noise, _layer: int) -> Tensors:
     return attention(noise) | head_norms(noise) | norm | experts(noise)
 
 
+def _qwen3vl(noise: Noise, _layer: int) -> Tensors:
+    return attention(noise) | head_norms(noise) | {"ffn_norm.weight": noise.vector(N_EMBD)} | dense(noise)
+
+
 def _smallthinker(noise: Noise, _layer: int) -> Tensors:
     return attention(noise) | {"ffn_norm.weight": noise.vector(N_EMBD)} | experts(noise)
 
@@ -404,6 +408,14 @@ _FEW: Metadata = {"rope.dimension_count": _ROPE, "leading_dense_block_count": 1}
 
 TINY_FAMILIES = {
     "qwen3moe": TinyFamily("qwen3moe", 4, _qwen3moe, _ATTENTION | _EXPERTS, (1, 2, 3)),
+    # What an image adds to the embedding of the first two layers stays in one stage.
+    "qwen3vl": TinyFamily(
+        "qwen3vl",
+        4,
+        _qwen3vl,
+        _ATTENTION | {"rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 2},
+        (2, 3),
+    ),
     "gpt-oss": TinyFamily(
         "gpt-oss", 4, _gpt_oss, _ATTENTION | _EXPERTS | {"attention.sliding_window": WINDOW}, (1, 2, 3)
     ),

@@ -38,6 +38,7 @@ from stages.slicing.architectures.layer_patterns import (
     SPARSE,
     STARTS_WITH_HEADS,
     Bare,
+    deepstack_outlet,
     embedding_again,
     every_nth,
     has_ngram_layers,
@@ -154,6 +155,10 @@ def _no_windows(header: GgufHeader) -> bool:
     return header.integer(f"{header.architecture}.attention.sliding_window", 1) == 0
 
 
+def _has_deepstack_mapping(header: GgufHeader) -> bool:
+    return any(source >= 0 for source in header.integers(f"{header.architecture}.deepstack_mapping") or ())
+
+
 def _loops(header: GgufHeader) -> bool:
     return header.integer(f"{header.architecture}.num_loops", 1) > 1
 
@@ -171,6 +176,10 @@ def _glm_dsa_indexer(header: GgufHeader, layer: int) -> bool:
 
 # Where any input is scaled as an embedding, or positions of hidden states have four parts.
 _AT_EMBEDDING: Final = _enters_at(_EMBEDDING)
+_DEEP_ANYWHERE: Final = in_one_piece(
+    "any layer may take what an image adds to the embedding", _has_deepstack_mapping
+)
+_DEEP: Final = _enters_at(_EMBEDDING, other_outlet=deepstack_outlet)
 _MODEL_INPUT: Final = _enters_at("model.input_embed")
 _TABLE: Final = (
     # All layers are alike and independent of others.
@@ -208,12 +217,12 @@ _TABLE: Final = (
     Family("maple", (windows(are_always_on=True),)),
     Family("dots3note", (windows(are_always_on=True), NO_WINDOW)),
     Family("minimax-m3", (SPARSE,)),
-    Family("granite_swa", (windows(are_always_on=True),), _IF_SCALED),
+    Family("granite_swa", (windows(are_always_on=True), _DEEP_ANYWHERE), _IF_SCALED),
     # What is applied to the embedding would be applied to hidden states again, or be skipped.
     Family("gemma", (), _enters_at("inp_scaled")),
     Family("gemma2", (windows(2, are_always_on=True), attention_scale(46)), _enters_at("inp_scaled")),
-    Family("granite", (), _IF_SCALED),
-    Family("granitemoe", (), _IF_SCALED),
+    Family("granite", (_DEEP_ANYWHERE,), _IF_SCALED),
+    Family("granitemoe", (_DEEP_ANYWHERE,), _IF_SCALED),
     Family("grok", (), _IF_SCALED),
     Family("minicpm", (MINICPM_RESIDUAL,), _AT_EMBEDDING),
     Family("bloom", (), _enters_at("inp_norm-0")),
@@ -227,9 +236,9 @@ _TABLE: Final = (
     Family("muse-glimmer", (windows(4, are_always_on=True),), _enters_at("embd_norm")),
     # Positions have four parts, which only token ids make of one.
     Family("qwen2vl", (), _AT_EMBEDDING),
-    Family("qwen3vl", (DEEPSTACK,), _AT_EMBEDDING),
-    Family("qwen3vlmoe", (DEEPSTACK,), _AT_EMBEDDING),
-    Family("qwen3tts", (DEEPSTACK,), _AT_EMBEDDING, head_rows_are_fixed=True),
+    Family("qwen3vl", (DEEPSTACK,), _DEEP),
+    Family("qwen3vlmoe", (DEEPSTACK,), _DEEP),
+    Family("qwen3tts", (DEEPSTACK,), _DEEP, head_rows_are_fixed=True),
     Family("paddleocr", (), _AT_EMBEDDING),
     # Without M-RoPE llama.cpp aborts on embeddings as input.
     Family("glm4", (), _AT_EMBEDDING),

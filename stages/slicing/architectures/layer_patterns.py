@@ -495,6 +495,11 @@ def _deepstack_refused(header: GgufHeader) -> Mapping[int, str]:
     return dict.fromkeys(range(1, min(deep, n_layers)), reason)
 
 
+def deepstack_outlet(header: GgufHeader, layers: LayerRange) -> str | None:
+    """Output of the layers of a stage that are all deep ones: behind what an image adds to each."""
+    return "deepstack_out" if layers.start == 0 and layers.stop == _deepstack(header) else None
+
+
 DEEPSTACK: Final = Rule(
     "deepstack",
     "the first layers take what an image adds to the embedding: they stay in one stage",

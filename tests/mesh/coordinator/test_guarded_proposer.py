@@ -7,7 +7,9 @@ from structlog.testing import capture_logs
 
 from mesh.coordinator.speculation import GuardedProposer
 from mesh.engine import GenerationRequest
+from spanmesh_proto.row_ids import FIRST_ROW_ID
 from speculative.controller import ControllerOptions
+from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import EMPTY, Proposal
 from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
@@ -81,6 +83,22 @@ async def test_the_answer_goes_on(depth: int, fault: Callable[[], object], reaso
     assert (warnings[0]["proposer"], proposer.num_calls) == ("oracle", 3)
     assert reason in warnings[0]["reason"]
     assert proposer.is_closed
+
+
+def test_a_proposal_ends_before_rows_that_are_no_tokens() -> None:
+    """What repeats a prompt with a picture goes on proposing."""
+    proposer = NgramProposer()
+    with capture_logs() as logs:
+        guarded = GuardedProposer(proposer, n_vocab=N_VOCAB, session=1)
+        guarded.extend([1, 7, 8, 9, FIRST_ROW_ID + 5, 2**32 - 1, 10, 11, 12, 7, 8])
+        found = guarded.propose(6)
+        assert proposer.propose(6).tokens[:2] == (9, FIRST_ROW_ID + 5)
+        assert (found.tokens, len(found.confidences)) == ((9,), 1)
+        guarded.extend([9])
+        assert guarded.propose(6).tokens == ()
+        guarded.extend([10, 11])
+        assert guarded.propose(1).tokens == (12,)
+    assert logs == []
 
 
 async def test_a_proposer_that_cannot_be_made_is_done_without() -> None:

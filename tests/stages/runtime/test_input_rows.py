@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from stages.layers import LayerRange
 from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from tests.support.short_models import embedding_of, short_smollm2_path  # noqa: F401 - a fixture
+from tests.support.tiny_families import TINY_FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,6 +88,45 @@ def test_a_first_stage_hands_on_the_same_hidden_states(
         (expected,) = runtime.decode([Span(0, 0, TEXT)])
         (found,) = runtime.decode([Span(0, 0, ids_of(TEXT), embedding[TEXT])])
     assert np.array_equal(expected, found)
+
+
+def test_what_rows_add_to_deep_layers_passes_every_cut(tmp_path: Path) -> None:
+    """DeepStack: rows are as wide as the embedding and an addition to each of the first layers' outputs."""
+    family = TINY_FAMILIES["qwen3vl"]
+    model = family.write(tmp_path / "model.gguf")
+    num_rows, options = 24, RuntimeOptions(ctx_size=64, exact=True)
+    rows = np.random.default_rng(1).normal(0, 1, (num_rows, 3 * family.n_embd)).astype(np.float32)
+    answer = list(range(20, 29))
+
+    def logits_of(cuts: Sequence[int], rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        hidden: list[NDArray[np.float32] | None] = [rows, None]
+        for layers in itertools.pairwise((0, *cuts, family.n_layers)):
+            path = tmp_path / f"{layers}.gguf"
+            if not path.exists():
+                cut_stage(model, LayerRange(*layers), path)
+            with closing(StageRuntime(path, options)) as stage:
+                last = stage.info.is_tail
+                for part, (start, ids) in enumerate(((0, ids_of(range(num_rows))), (num_rows, answer))):
+                    span = Span(0, start, ids, hidden[part], len(ids) if last else 0)
+                    hidden[part] = stage.decode([span])[0]
+        return np.concatenate([each for each in hidden if each is not None])
+
+    expected = logits_of((), rows)
+    for cuts in (*((cut,) for cut in family.cuts), family.cuts):
+        assert np.array_equal(logits_of(cuts, rows), expected), cuts
+    for addition in range(2):
+        changed = rows.copy()
+        changed[0, (1 + addition) * family.n_embd] += 1
+        assert not np.array_equal(logits_of((), changed), expected)
+
+
+def test_rows_that_would_end_the_process_are_refused(tmp_path: Path) -> None:
+    path = TINY_FAMILIES["glm4moe"].write(tmp_path / "model.gguf")
+    with closing(StageRuntime(path, RuntimeOptions(ctx_size=64))) as runtime:
+        rows = np.zeros((2, TINY_FAMILIES["glm4moe"].n_embd), np.float32)
+        with pytest.raises(InvalidWindow, match=r"llama\.cpp takes token ids only of this model"):
+            runtime.decode([Span(0, 0, ids_of([1, 2]), rows)])
+        assert np.isfinite(runtime.decode([Span(0, 0, [20, 21, 22], None, 1)])[0]).all()
 
 
 @pytest.mark.parametrize(

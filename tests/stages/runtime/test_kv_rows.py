@@ -83,9 +83,9 @@ def test_ranges_put_together_are_what_was_saved(
 @given(data=st.data())
 def test_what_is_no_rows_is_refused(data: st.DataObject) -> None:
     saved = HEAD + saved_cache(range(4))
-    with pytest.raises(UncuttableModel, match="cannot be split by positions"):
+    with pytest.raises(UncuttableModel, match="cannot be split by rows"):
         KvRows.from_bytes(saved[: data.draw(st.integers(0, len(saved) - 1))])
-    with pytest.raises(UncuttableModel, match="cannot be split by positions"):
+    with pytest.raises(UncuttableModel, match="cannot be split by rows"):
         KvRows.from_bytes(saved + data.draw(st.binary(min_size=1, max_size=40)))
 
 
@@ -98,6 +98,65 @@ def test_cells_in_any_order_are_brought_into_that_of_positions() -> None:
     )
     assert shuffled.to_bytes() != saved
     assert KvRows.from_bytes(shuffled.to_bytes()).to_bytes() == saved
+
+
+Place = tuple[int, int, int]
+
+
+def places_of(parts: list[tuple[int, int]]) -> list[Place]:
+    """Position, y and x of each row: a word is a picture of one row, others have some lines and columns."""
+    places: list[Place] = []
+    position = 0
+    for height, width in parts:
+        places += [(position, position + y, position + x) for y in range(height) for x in range(width)]
+        position += max(height, width)
+    return places
+
+
+def saved_places(places: list[Place], rows: list[int]) -> bytes:
+    """One cache of such rows, whose keys tell the number of the row."""
+    pieces = [struct.pack("<II", 1, len(rows))]
+    for row in rows:
+        position, y, x = places[row]
+        pieces.append(struct.pack("<iIiiii", position, 1, x, y, row, 1))
+    pieces += [struct.pack("<II", 0, 1), struct.pack("<iQ", 1, 2), *(bytes([row, 7]) for row in rows)]
+    return HEAD + b"".join(pieces)
+
+
+@given(
+    parts=st.lists(st.just((1, 1)) | st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=9),
+    data=st.data(),
+)
+def test_rows_of_pictures_are_cut_and_put_together_by_rows(
+    parts: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Rows of a picture share a position, and fewer positions than rows follow from them."""
+    places = places_of(parts)
+    count = len(places)
+    saved = saved_places(places, list(range(count)))
+    shuffled = saved_places(places, data.draw(st.permutations(range(count))))
+    whole = KvRows.from_bytes(shuffled, 0)
+    assert (whole.start, whole.stop) == (0, count)
+    assert whole.to_bytes() == saved
+    cut = data.draw(st.integers(0, count))
+    bounds = sorted({0, cut, count})
+    halves = [
+        KvRows.from_bytes(whole.cut(first, last).to_bytes(), first)
+        for first, last in itertools.pairwise(bounds)
+    ]
+    assert [(half.start, half.stop) for half in halves] == list(itertools.pairwise(bounds))
+    assert halves[0].joined(halves[1:]).tobytes() == saved
+
+
+@pytest.mark.parametrize(
+    "rows", [(0, 1, *range(3, 12)), (*range(8), 9, 10, 11), (*range(7), *range(8, 12)), (*range(12), 4)]
+)
+def test_a_row_that_is_missing_or_there_twice_shows(rows: tuple[int, ...]) -> None:
+    """Without a word before or behind a picture, or its last row."""
+    places = places_of([(1, 1)] * 3 + [(2, 2)] + [(1, 1)] * 5)
+    assert len(KvRows.from_bytes(saved_places(places, list(range(12))), 0)) == 12
+    with pytest.raises(UncuttableModel, match="cannot be split by rows"):
+        KvRows.from_bytes(saved_places(places, list(rows)), 0)
 
 
 def test_a_sequence_may_be_put_into_another_stream() -> None:
@@ -143,18 +202,18 @@ def test_quantised_values_are_never_transposed() -> None:
 def test_positions_out_of_order_are_refused() -> None:
     one, two = HEAD + saved_cache(range(4)), HEAD + saved_cache(range(1, 5))
     for saved in (one + two[len(HEAD) :], one.replace(struct.pack("<iI", 2, 1), struct.pack("<iI", 7, 1), 1)):
-        with pytest.raises(UncuttableModel, match="cannot be split by positions"):
+        with pytest.raises(UncuttableModel, match="cannot be split by rows"):
             KvRows.from_bytes(saved)
     rows = KvRows.from_bytes(one)
-    with pytest.raises(UncuttableModel, match="positions from 1 do not follow those before 4"):
+    with pytest.raises(UncuttableModel, match="rows from 1 do not follow those before 4"):
         rows.followed_by(KvRows.from_bytes(two))
     with pytest.raises(UncuttableModel, match="different types or sizes"):
         rows.followed_by(KvRows.from_bytes(HEAD + saved_cache(range(4, 5), num_streams=4)))
-    with pytest.raises(UncuttableModel, match="positions from 1 do not follow those before 4"):
+    with pytest.raises(UncuttableModel, match="rows from 1 do not follow those before 4"):
         rows.joined([KvRows.from_bytes(two)])
     with pytest.raises(UncuttableModel, match="different types or sizes"):
         rows.joined([KvRows.from_bytes(HEAD + saved_cache(range(4, 5), num_streams=4))])
-    with pytest.raises(ValueError, match="positions 2 to 5 of 0 to 4"):
+    with pytest.raises(ValueError, match="rows 2 to 5 of 0 to 4"):
         rows.cut(2, 5)
 
 

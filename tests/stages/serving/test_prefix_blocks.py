@@ -99,7 +99,7 @@ def test_blocks_that_do_not_follow_are_refused() -> None:
         reader.add(replace(second, tokens=elsewhere.tokens))
     with pytest.raises(DamagedBlock, match="its rows are of positions 0 to 16"):
         reader.add(replace(second, rows=first.rows))
-    with pytest.raises(DamagedBlock, match="cannot be split by positions"):
+    with pytest.raises(DamagedBlock, match="cannot be split by rows"):
         reader.add(replace(second, rows=second.rows[:-1]))
     reader.add(second)
     assert reader.num_positions == 32

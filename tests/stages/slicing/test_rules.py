@@ -180,6 +180,12 @@ def test_deepstack_layers_stay_together() -> None:
     source = model("qwen3vl", 6, n_deepstack_layers=3)
     assert source.allowed_cuts == (3, 4, 5)
     assert derived(source, LayerRange(3, 6), "n_deepstack_layers") == 0
+    outlets = {
+        stop: source.family.entry.handover(source.header, LayerRange(0, stop)).outlet for stop in (3, 4)
+    }
+    assert outlets == {3: "deepstack_out", 4: "l_out"}
+    assert model("granite", 4, deepstack_mapping=[0, 1, 0, 0]).allowed_cuts == ()
+    assert model("granite", 4).allowed_cuts == (1, 2, 3)
 
 
 def test_a_stage_has_company_of_every_kind_that_llama_cpp_wants() -> None:
