@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from mesh.tuning.regenerate import Regenerated, Wanted
 
 _SHOWN_REASONS: Final = 3
+# Answers are written shortly after their end.
+_WRITE_PATIENCE_S: Final = 5.0
+_POLL_S: Final = 0.1
 
 answer_options: Final = option_group(
     float_option("--temperature", default=0.7, most=2.0, metavar="T", help="Temperature of the answers."),
@@ -139,12 +143,36 @@ def _record(
     url: str, key: str | None, folder: Path, prompts: Sequence[Prompt] | OwnPrompts, wanted: Wanted
 ) -> Regenerated:
     """Answers of the mesh at a URL, which has to record into the folder."""
-    _require_recorded(url, key, folder)
-    return asyncio.run(_regenerated(url, key, folder, prompts, wanted))
+    before = _require_recorded(url, key, folder)
+    result = asyncio.run(_regenerated(url, key, folder, prompts, wanted))
+    _check_written(url, key, folder, before, result.num_answers)
+    return result
 
 
-def _require_recorded(url: str, key: str | None, folder: Path) -> None:
-    """Check that a mesh records into a folder.
+def _check_written(
+    url: str, key: str | None, folder: Path, before: RecordingStatus, num_answers: int
+) -> None:
+    """Say which answers a mesh did not record, once it has written the others.
+
+    Raises:
+        ClusterError: If it has recorded none.
+    """
+    deadline_s = time.monotonic() + _WRITE_PATIENCE_S
+    while True:
+        after = _require_recorded(url, key, folder)
+        num_written, num_left_out = after.written - before.written, after.left_out - before.left_out
+        if num_written + num_left_out >= num_answers or time.monotonic() > deadline_s:
+            break
+        time.sleep(_POLL_S)
+    why = after.off or "hidden states did not come, or the key may not be recorded any more"
+    if num_left_out and not num_written:
+        raise ClusterError(f"{folder}: none of {num_answers} answers was recorded: {why}")
+    if num_left_out:
+        say(f"{num_left_out} answers were not recorded: {why}", err=True)
+
+
+def _require_recorded(url: str, key: str | None, folder: Path) -> RecordingStatus:
+    """Status of the recording of a mesh, which has to be that of a folder.
 
     Raises:
         ClusterError: If it does not, with the remedy.
@@ -161,6 +189,7 @@ def _require_recorded(url: str, key: str | None, folder: Path) -> None:
         raise ClusterError(
             f"the mesh at {url} does not record into {folder}: name the folder of its --record, on its host"
         )
+    return recording
 
 
 async def _regenerated(
