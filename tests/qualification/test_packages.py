@@ -92,7 +92,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "checkout"
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.pyd", "*.egg-info")
-    for room in ("mesh", "stages", "speculative", "proto"):
+    for room in ("mesh", "meshbench", "stages", "speculative", "proto"):
         shutil.copytree(ROOT / room, copy / room, ignore=ignored)
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, copy / file)

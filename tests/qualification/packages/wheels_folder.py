@@ -31,6 +31,7 @@ PICTURES: Final = "llama_cpp/lib/libmtmd."
 # By the package's name in the wheel: its folder in the checkout.
 _PACKAGES: Final = {
     "mesh": "mesh",
+    "meshbench": "meshbench",
     "stages": "stages",
     "speculative": "speculative",
     "spanmesh_proto": "proto/spanmesh_proto",
