@@ -103,10 +103,10 @@ class WorkerPool:
         num_workers: Most processes.
         cpu_limit_s: Most seconds that a job may compute.
         wall_limit_s: Most seconds that a job may take by the clock, from its arrival at a worker.
-        memory_bytes: Most bytes of a worker's address space; 0 for workers that each hold a model, which takes
-            long to load. These have no limits but of time, and keep their priority; a job whose client left
-            is done to its end, one during which its worker was killed is tried once more only, and a client
-            does not pause behind a long job.
+        memory_bytes: Most bytes of a worker's address space; 0 for workers that each hold a model, which
+            takes long to load. These have no limits but of time, and keep their priority; a job whose client
+            left is done to its end, one during which its worker was killed is tried once more only, and a
+            client does not pause behind a long job.
         environment: Its whole environment.
         max_waiting: Jobs that may wait, of all clients; see `FairQueue`.
     """
