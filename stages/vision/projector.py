@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,6 +42,8 @@ MOST_ROWS: Final = 4096
 _LOAD_NOTHING: Final = 0
 # What mtmd_tokenize answers where a picture cannot be prepared.
 _NOT_PREPARED: Final = 2
+# Of pictures that show how large chunks become: from the smallest to the largest, and strips.
+_SIDES: Final = (16, 64, 256, 1024, 4096)
 _BLANK: Final = Picture(256, 256, bytes(256 * 256 * CHANNELS))
 _MARKER: Final = b"<__media__>"
 
@@ -71,6 +74,9 @@ class ProjectorFacts:
     """Numbers of a row: the model's `n_embd_inp`."""
     has_grids: bool
     """Whether rows of a chunk lie in a grid (M-RoPE)."""
+    most_at_once: int
+    """Most rows of a chunk whose rows all see each other, so that stages compute it in one batch; 0 if there
+    are no such chunks."""
     identity: str
     """Digest of all that rows depend on besides pixels, in hexadecimal: see `encoder_identity`."""
 
@@ -111,6 +117,7 @@ class Projector:
                 kind=kind,
                 width=llama_cpp.llama_model_n_embd_inp(self._model),
                 has_grids=self._mtmd.mtmd_decode_use_mrope(self._context),
+                most_at_once=self._most_at_once(options.most_tokens),
                 identity=encoder_identity(sha256, mtmd_build(), f"most_tokens={options.most_tokens}").hex(),
             )
             self._check()
@@ -131,6 +138,11 @@ class Projector:
             raise InvalidRequest(
                 f"the picture of {width} × {height} pixels becomes {parts.num_rows} rows, {MOST_ROWS} are"
                 " the most: scale it down"
+            )
+        if _at_once(parts) > self.facts.most_at_once:
+            raise InvalidRequest(
+                f"the picture of {width} × {height} pixels becomes {_at_once(parts)} rows that see each"
+                f" other, {self.facts.most_at_once} are the most: send it in another shape"
             )
         return parts
 
@@ -180,6 +192,17 @@ class Projector:
                 f" {last_complaint().splitlines()[0]}; take the mmproj file of the same model"
             )
         return context
+
+    def _most_at_once(self, most_tokens: int) -> int:
+        found = set()
+        for width, height in product(_SIDES, _SIDES):
+            with suppress(InvalidRequest), self._chunks(width, height, None) as chunks:
+                parts = self._parts(chunks)
+                # Others are refused in any case.
+                if parts.num_rows <= MOST_ROWS:
+                    found.add(_at_once(parts))
+        # Where they depend on the size, another one has some rows more, up to the bound.
+        return max(found, default=0) if len(found) <= 1 else max(most_tokens, *found)
 
     def _check(self) -> None:
         """Encode a blank picture: better now than in a request."""
@@ -256,6 +279,10 @@ class Projector:
         if not np.isfinite(rows).all():
             raise StageFailed("the projector computed rows that hold no numbers: its file is damaged")
         return rows
+
+
+def _at_once(parts: PictureParts) -> int:
+    return max((chunk.num_rows for chunk in parts.chunks if chunk.sees_all), default=0)
 
 
 def _unchanged_sha256(path: Path, files: Iterable[Path], stamps: tuple[FileStamp, ...]) -> bytes:

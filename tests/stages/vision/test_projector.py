@@ -115,6 +115,27 @@ def test_rows_of_a_grid(projector: Callable[[str], Projector]) -> None:
 def test_rows_that_see_each_other(projector: Callable[[str], Projector]) -> None:
     assert projector("gemma3").parts(90, 70).chunks == (ImageChunk(1, 16, 16, sees_all=True),)
     assert not projector("llava").parts(90, 70).chunks[0].sees_all
+    # What stages need room for, at once.
+    assert {kind: projector(kind).facts.most_at_once for kind in KINDS} == {
+        "llava": 0,
+        "idefics3": 0,
+        "gemma3": 16,
+        "qwen2vl": 0,
+    }
+
+
+def test_no_chunk_is_larger_than_what_stages_have_room_for(tmp_path: Path) -> None:
+    """Of a projector that takes any size, and whose rows all see each other."""
+    path, model = tiny_projectors.gemma4(tmp_path / "mmproj.gguf"), text_model(tmp_path / "model.gguf")
+    found = Projector(ProjectorOptions(str(path), str(model), num_threads=1, most_tokens=200))
+    try:
+        most = found.facts.most_at_once
+        assert most == 200
+        sizes = [(width, height) for width in range(16, 3000, 211) for height in range(16, 3000, 97)]
+        rows = [found.parts(*size).num_rows for size in sizes if max(size) <= 100 * min(size)]
+        assert 190 < max(rows) <= most
+    finally:
+        found.close()
 
 
 def test_slices_have_tokens_between_them(projector: Callable[[str], Projector]) -> None:
