@@ -17,6 +17,7 @@ from mesh.util.confinement import confine
 from mesh.vision.picture_frames import ANSWER, JOB, MOST_PIXELS, MOST_RATIO
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
+_WEBP_HEADER_BYTES: Final = 30
 _ORIENTATION: Final = 0x0112
 # By EXIF's orientation: what turns the stored picture upright.
 _TURNS: Final = {
@@ -66,6 +67,9 @@ def _prepare() -> None:
 
 
 def _decoded(data: bytes, most_side: int) -> Image.Image:
+    # Pillow tells a WebP's size only when it has memory for all pixels.
+    if (size := _webp_size(data)) is not None:
+        _check_size(*size)
     try:
         opened = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
@@ -81,6 +85,25 @@ def _decoded(data: bytes, most_side: int) -> Image.Image:
     if most_side:
         picture.thumbnail((most_side, most_side))
     return picture
+
+
+def _webp_size(data: bytes) -> tuple[int, int] | None:
+    """Width and height in the header of a WebP; None if it is none.
+
+    Format: https://developers.google.com/speed/webp/docs/riff_container.
+    """
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < _WEBP_HEADER_BYTES:
+        return None
+    match data[12:16]:
+        case b"VP8X":
+            return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
+        case b"VP8L":
+            both = int.from_bytes(data[21:25], "little")
+            return (both & 0x3FFF) + 1, (both >> 14 & 0x3FFF) + 1
+        case b"VP8 ":
+            width, height = (int.from_bytes(data[at : at + 2], "little") & 0x3FFF for at in (26, 28))
+            return width, height
+    return None
 
 
 def _check_size(width: int, height: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from PIL import Image
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 KINDS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 # Where a file of this kind has its size, and how.
@@ -48,50 +48,65 @@ def squeezed(num_bytes: int) -> bytes:
     return b"".join((*blocks, squeezer.flush()))
 
 
-def refused() -> dict[str, tuple[bytes, str]]:
-    """Pictures by name, each with a part of the reason for which it is refused."""
-    small = photograph(40, 30)
-    many = [Image.new("P", (40, 30), shade % 256) for shade in range(300)]
-    side = 12_000
-    return {
-        "nothing": (b"", "is no PNG, JPEG, WebP or GIF"),
-        "TIFF": (saved(small, "TIFF"), "is no PNG"),
-        "BMP": (saved(small, "BMP"), "is no PNG"),
-        "ICO": (saved(small, "ICO"), "is no PNG"),
-        "TGA": (saved(small, "TGA"), "is no PNG"),
-        "SVG": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no PNG"),
-        "PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(/etc/passwd) run\n", "is no PNG"),
-        "a program": (b"\x7fELF" + bytes(4000), "is no PNG"),
-        "all bytes": (bytes(range(256)) * 4000, "is no PNG"),
-        "too many bytes": (bytes(20 * 2**20 + 1), "20971520 are the most"),
-        "a bomb": (png(side, side, squeezed(side * (3 * side + 1))), "12000 × 12000 pixels, 16 megapixels"),
-        "a size beyond all": (png(2**31 - 1, 2**31 - 1, b"x"), "16 megapixels are the most"),
-        "no width": (png(0, 30, squeezed(30)), ""),
-        "fewer pixels than told": (png(4000, 4000, squeezed(2**20)), "is damaged"),
-        "text of 200 MB": (
-            png(40, 30, squeezed(30 * 121), (b"zTXt", b"Comment\0\0" + squeezed(200 * 2**20))),
-            "is damaged",
-        ),
-        "a profile of 200 MB": (
-            png(40, 30, b"x", (b"iCCP", b"icc\0\0" + squeezed(200 * 2**20))),
-            "is damaged",
-        ),
-        "1 × 3000": (saved(Image.new("RGB", (1, 3000)), "PNG"), "100 times the other"),
-        "3000 × 1": (saved(Image.new("RGB", (3000, 1)), "GIF"), "100 times the other"),
-        "a GIF's screen of 65535²": (
-            b"GIF89a" + struct.pack("<HH", 65535, 65535) + saved(many[0], "GIF")[10:],
-            "16 megapixels are the most",
-        ),
-        "a WebP of 16383²": (
-            saved(Image.new("RGB", (16383, 16383)), "WEBP", lossless=True, method=0, quality=0),
-            "",
-        ),
-        "a JPEG of 60000 × 60": (saved(Image.new("L", (60000, 60)), "JPEG"), "100 times the other"),
-        "half a JPEG": (saved(photograph(400, 300), "JPEG")[:3000], "is damaged"),
-        "half a PNG": (saved(photograph(400, 300), "PNG")[:3000], "is damaged"),
-        "half a WebP": (saved(photograph(400, 300), "WEBP")[:1500], ""),
-        "half a GIF": (saved(many[0].resize((400, 300)), "GIF", save_all=True, append_images=many)[:40], ""),
-    }
+def webp(kind: str, width: int, height: int) -> bytes:
+    """A small WebP whose header tells this size: its canvas's (VP8X), or its frame's, without loss (VP8L)."""
+    data = bytearray(saved(photograph(40, 30), "WEBP", lossless=kind == "VP8L"))
+    if kind == "VP8L":
+        struct.pack_into("<I", data, 21, width - 1 | height - 1 << 14)
+    elif kind == "VP8 ":
+        struct.pack_into("<HH", data, 26, width, height)
+    else:
+        canvas = bytes(4) + (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+        data[12:12] = b"VP8X" + struct.pack("<I", len(canvas)) + canvas
+        struct.pack_into("<I", data, 4, len(data) - 8)
+    return bytes(data)
+
+
+def _gif(num_frames: int) -> bytes:
+    frames = [Image.new("P", (400, 300), shade % 256) for shade in range(num_frames)]
+    return saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
+
+
+REFUSED: Final[dict[str, tuple[Callable[[], bytes], str]]] = {
+    "nothing": (lambda: b"", "is no PNG, JPEG, WebP or GIF"),
+    "TIFF": (lambda: saved(photograph(40, 30), "TIFF"), "is no PNG"),
+    "BMP": (lambda: saved(photograph(40, 30), "BMP"), "is no PNG"),
+    "ICO": (lambda: saved(photograph(40, 30), "ICO"), "is no PNG"),
+    "TGA": (lambda: saved(photograph(40, 30), "TGA"), "is no PNG"),
+    "SVG": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no PNG"),
+    "PostScript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(x) run\n", "is no PNG"),
+    "a program": (lambda: b"\x7fELF" + bytes(4000), "is no PNG"),
+    "all bytes": (lambda: bytes(range(256)) * 4000, "is no PNG"),
+    "too many bytes": (lambda: bytes(20 * 2**20 + 1), "20971520 are the most"),
+    "a bomb": (lambda: png(12_000, 12_000, squeezed(2**24)), "12000 × 12000 pixels, 16 megapixels"),
+    "a size beyond all": (lambda: png(2**31 - 1, 2**31 - 1, b"x"), "16 megapixels are the most"),
+    "no width": (lambda: png(0, 30, squeezed(30)), ""),
+    "fewer pixels than told": (lambda: png(4000, 4000, squeezed(2**20)), "is damaged"),
+    "text of 64 MB": (
+        lambda: png(40, 30, squeezed(30 * 121), (b"zTXt", b"Comment\0\0" + squeezed(2**26))),
+        "is damaged",
+    ),
+    "a profile of 64 MB": (
+        lambda: png(40, 30, b"x", (b"iCCP", b"icc\0\0" + squeezed(2**26))),
+        "is damaged",
+    ),
+    "1 × 3000": (lambda: saved(Image.new("RGB", (1, 3000)), "PNG"), "100 times the other"),
+    "3000 × 1": (lambda: saved(Image.new("RGB", (3000, 1)), "GIF"), "100 times the other"),
+    "a JPEG of 60000 × 60": (lambda: saved(Image.new("L", (60_000, 60)), "JPEG"), "100 times the other"),
+    "a GIF's screen of 65535²": (
+        lambda: b"GIF89a" + struct.pack("<HH", 65535, 65535) + _gif(1)[10:],
+        "16 megapixels are the most",
+    ),
+    "a WebP's canvas of 2²⁴": (lambda: webp("VP8X", 2**24, 2**24), "16 megapixels are the most"),
+    "a WebP of 16383²": (lambda: webp("VP8 ", 16383, 16383), "16383 × 16383 pixels, 16 megapixels are"),
+    "a WebP of 16384 × 5000": (lambda: webp("VP8L", 16384, 5000), "16384 × 5000 pixels, 16 megapixels are"),
+    "a WebP's canvas that is a strip": (lambda: webp("VP8X", 4000, 30), "4000 × 30 pixels, and one side"),
+    "half a JPEG": (lambda: saved(photograph(400, 300), "JPEG")[:3000], "is damaged"),
+    "half a PNG": (lambda: saved(photograph(400, 300), "PNG")[:3000], "is damaged"),
+    "half a WebP": (lambda: saved(photograph(400, 300), "WEBP")[:1500], "is damaged"),
+    "the start of a GIF": (lambda: _gif(300)[:40], ""),
+}
+"""By name: makes a picture, and a part of the reason for which it is refused."""
 
 
 def changed(seed: int) -> Iterator[bytes]:

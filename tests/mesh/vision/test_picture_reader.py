@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import struct
 import sys
 from collections import Counter
 from itertools import islice
@@ -19,7 +20,7 @@ from mesh.util.worker_pool import WorkerPool
 from mesh.vision.picture_reader import PictureReader, shared_picture_pool
 from spanmesh_proto.errors import InvalidRequest, ProtocolError
 from stages.vision.picture import Picture
-from tests.support.hostile_pictures import changed, photograph, png, refused, saved, squeezed
+from tests.support.hostile_pictures import REFUSED, changed, photograph, png, saved, squeezed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
-HOSTILE: Final = refused()
 # Of one process; its address space may have 1 GiB.
 MOST_RESIDENT_BYTES: Final = 600 * 2**20
 
@@ -150,11 +150,11 @@ def test_a_damaged_orientation_costs_no_picture(reader: PictureReader) -> None:
     assert read(reader, data)[0, 0].tolist() == list(RED)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_hostile_picture_is_refused_with_a_reason(reader: PictureReader, name: str) -> None:
-    data, reason = HOSTILE[name]
+    make, reason = REFUSED[name]
     with pytest.raises(InvalidRequest) as caught:
-        asyncio.run(reader.read(data, param="messages"))
+        asyncio.run(reader.read(make(), param="messages"))
     assert caught.value.message.startswith("the picture ")
     assert reason in caught.value.message
     assert caught.value.param == "messages"
@@ -202,6 +202,24 @@ def test_the_processes_are_confined_before_they_see_a_picture(reader: PictureRea
     assert "NoNewPrivs:\t1\n" in status
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (struct.pack("<II", 5000, 5000) + bytes(75_000_000), "answered with 5000 × 5000 pixels"),
+        (struct.pack("<II", 3, 2) + bytes(17), "3 × 2 pixels came with 17 bytes"),
+        (struct.pack("<II", 2**32 - 1, 2**32 - 1), "answered with 4294967295 × 4294967295 pixels"),
+    ],
+)
+def test_a_process_that_was_taken_over_gets_no_pixels_beyond_the_bounds(answer: bytes, reason: str) -> None:
+    class TakenOver(WorkerPool):
+        async def run(self, *_arguments: object, **_options: object) -> bytes:
+            return answer
+
+    pool = TakenOver("tests", num_workers=1, cpu_limit_s=1, wall_limit_s=1, memory_bytes=1)
+    with pytest.raises(ProtocolError, match=reason):
+        asyncio.run(PictureReader(pool).read(b"x"))
+
+
 def test_a_picture_has_as_many_bytes_as_pixels() -> None:
     with pytest.raises(ProtocolError, match="2 × 1 pixels came with 5 bytes"):
         Picture(2, 1, bytes(5))
@@ -220,8 +238,7 @@ async def read_all(reader: PictureReader, pictures: Iterator[bytes], count: int)
                 outcomes["read"] += 1
             except InvalidRequest as error:
                 outcomes[error.message] += 1
-            children = psutil.Process().children()
-            most_bytes = max(most_bytes, *(resident_bytes(child) for child in children), 0)
+            most_bytes = max(most_bytes, *map(resident_bytes, psutil.Process().children()))
 
     await asyncio.gather(client("a"), client("b"))
     return outcomes, most_bytes
@@ -229,7 +246,8 @@ async def read_all(reader: PictureReader, pictures: Iterator[bytes], count: int)
 
 def resident_bytes(process: psutil.Process) -> int:
     try:
-        return int(process.memory_info().rss)
+        # One that is just started shares the memory of this one.
+        return int(process.memory_info().rss) if "mesh.vision.picture_worker" in process.cmdline() else 0
     except psutil.NoSuchProcess:
         return 0
 

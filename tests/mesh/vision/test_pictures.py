@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -146,6 +148,16 @@ async def test_what_is_remembered_is_bounded(made: Parts, monkeypatch: pytest.Mo
     assert made.reader.num_read == 5
     await made.pictures.layout(PNG)
     assert made.reader.num_read == 6
+
+
+def test_the_head_has_neither_decoders_nor_libmtmd() -> None:
+    """Both are in processes of their own, which are started with the first picture."""
+    script = (
+        "import sys, mesh.vision.encoder, mesh.vision.pictures;"
+        "print({'PIL', 'llama_cpp.mtmd_cpp'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 async def test_errors_name_the_field(made: Parts) -> None:
