@@ -72,7 +72,7 @@ test-gpu: export PYTHONDONTWRITEBYTECODE :=
 ifeq ($(wildcard /dev/dri/renderD* /dev/nvidia0 /dev/dxg),)
 test-gpu: export GGML_VK_DISABLE_FUSION ?= 1
 endif
-test-gpu: $(VENV)/.testing $(GPU_BUILDS)/vulkan
+test-gpu: $(VENV)/.testing $(GPU_BUILDS)/vulkan.mtmd
 	$(BIN)/pytest -n 2 --dist loadfile --max-worker-restart 4 -m gpu --durations 10
 
 # Every case of what `make test` takes a few of.
