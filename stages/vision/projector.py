@@ -42,8 +42,8 @@ MOST_ROWS: Final = 4096
 _LOAD_NOTHING: Final = 0
 # What mtmd_tokenize answers where a picture cannot be prepared.
 _NOT_PREPARED: Final = 2
-# Of pictures that show how large chunks become: from the smallest to the largest, and strips.
-_SIDES: Final = (16, 64, 256, 1024, 4096)
+# Of pictures that show how large chunks become: from small to large, and strips.
+_SIDES: Final = (64, 256, 1024, 4096)
 _BLANK: Final = Picture(256, 256, bytes(256 * 256 * CHANNELS))
 _MARKER: Final = b"<__media__>"
 
