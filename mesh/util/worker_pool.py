@@ -72,7 +72,7 @@ class _Job:
 
     header: bytes
     """First part."""
-    payload: bytes
+    payload: bytes | memoryview
     """Second part, which may be large."""
     client: str | None
     """Client for whom it runs."""
@@ -150,7 +150,7 @@ class WorkerPool:
     async def run(
         self,
         header: bytes,
-        payload: bytes = b"",
+        payload: bytes | memoryview = b"",
         *,
         client: str | None = None,
         cpu_limit_s: float | None = None,
@@ -181,7 +181,7 @@ class WorkerPool:
     def run_blocking(
         self,
         header: bytes,
-        payload: bytes = b"",
+        payload: bytes | memoryview = b"",
         *,
         client: str | None = None,
         cpu_limit_s: float | None = None,
@@ -208,7 +208,9 @@ class WorkerPool:
             thread.join()
         atexit.unregister(self.close)
 
-    def _submit(self, header: bytes, payload: bytes, client: str | None, cpu_limit_s: float | None) -> _Job:
+    def _submit(
+        self, header: bytes, payload: bytes | memoryview, client: str | None, cpu_limit_s: float | None
+    ) -> _Job:
         job = _Job(header, payload, client, self._cpu_limit_s if cpu_limit_s is None else cpu_limit_s)
         with self._changed:
             if self._is_closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -125,17 +126,21 @@ class EncoderProcess:
             client=client,
             identity=facts.identity,
         )
-        rows = np.frombuffer(data, np.float32).reshape(parts.num_rows, facts.width)
-        ends = np.cumsum([chunk.num_rows for chunk in parts.chunks])
-        # Copies, so that one that is kept keeps no others.
-        return tuple(chunk.copy() for chunk in np.split(rows, ends[:-1]))
+        return await asyncio.to_thread(_rows_of, data, parts, facts.width)
 
     def close(self) -> None:
         """End the process. No picture may follow."""
         self._pool.close()
 
     async def _answer_on(
-        self, width: int, height: int, kind: str, rgb: bytes = b"", *, client: str | None, **values: str
+        self,
+        width: int,
+        height: int,
+        kind: str,
+        rgb: bytes | memoryview = b"",
+        *,
+        client: str | None,
+        **values: str,
     ) -> tuple[Mapping[str, Any], memoryview]:
         try:
             return await self._answer(kind, rgb, client, width=width, height=height, **values)
@@ -146,7 +151,14 @@ class EncoderProcess:
             ) from None
 
     async def _answer(
-        self, kind: str, payload: bytes = b"", client: str | None = None, **values: object
+        self, kind: str, payload: bytes | memoryview = b"", client: str | None = None, **values: object
     ) -> tuple[Mapping[str, Any], memoryview]:
         header = json.dumps({"kind": kind, "options": asdict(self._options), **values}).encode()
         return unpacked_answer(await self._pool.run(header, payload, client=client))
+
+
+def _rows_of(data: memoryview, parts: PictureParts, width: int) -> tuple[NDArray[np.float32], ...]:
+    """Rows of each chunk: copies, so that one that is kept keeps no others."""
+    rows = np.frombuffer(data, np.float32).reshape(parts.num_rows, width)
+    ends = np.cumsum([chunk.num_rows for chunk in parts.chunks])
+    return tuple(chunk.copy() for chunk in np.split(rows, ends[:-1]))

@@ -59,9 +59,10 @@ class PictureReader:
                 param=param,
             ) from None
         width, height = ANSWER.unpack_from(answer)
-        rest = answer[ANSWER.size :]
+        # Megabytes, which are not copied.
+        rest = memoryview(answer)[ANSWER.size :]
         if not width:
-            raise InvalidRequest(f"the picture {rest.decode(errors='replace')}", param=param)
+            raise InvalidRequest(f"the picture {str(rest, 'utf-8', 'replace')}", param=param)
         if width * height > MOST_PIXELS:
             raise ProtocolError(f"the process for pictures answered with {width} × {height} pixels")
         return Picture(width, height, rest)

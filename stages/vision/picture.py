@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from spanmesh_proto.errors import ProtocolError
 
-CHANNELS = 3
+CHANNELS: Final = 3
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Picture:
     """Pixels of a row."""
     height: int
     """Rows."""
-    rgb: bytes
+    rgb: bytes | memoryview
     """Red, green and blue of each pixel, a byte each, row by row from the top left."""
 
     def __post_init__(self) -> None:

@@ -215,10 +215,12 @@ class Projector:
         self.encode(_BLANK)
 
     @contextmanager
-    def _chunks(self, width: int, height: int, rgb: bytes | None) -> Iterator[tuple[Any, ...]]:
+    def _chunks(self, width: int, height: int, rgb: bytes | memoryview | None) -> Iterator[tuple[Any, ...]]:
         """Parts of a picture as libmtmd has them, freed behind the block."""
         mtmd = self._mtmd
-        pixels = None if rgb is None else ctypes.cast(ctypes.c_char_p(rgb), ctypes.POINTER(ctypes.c_uint8))
+        pixels = (
+            None if rgb is None else ctypes.cast(ctypes.c_char_p(bytes(rgb)), ctypes.POINTER(ctypes.c_uint8))
+        )
         bitmap = mtmd.mtmd_bitmap_init(width, height, pixels)
         chunks = mtmd.mtmd_input_chunks_init()
         try:
