@@ -7,7 +7,7 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mesh.vision.picture_reader import PictureReader
 from spanmesh_proto.errors import InvalidRequest
@@ -41,10 +41,19 @@ class PictureLayout:
     `MeshError`; what it is asked for again, it encodes again."""
 
 
+class _Key(NamedTuple):
+    """Of what is remembered."""
+
+    client: str | None
+    sha256: bytes
+    most_side: int
+
+
 class ModelPictures:
     """Pictures for one model.
 
-    A picture whose rows nothing asks for is not encoded; one that was shown before is not even decoded.
+    A picture whose rows nothing asks for is not encoded. One that the same client showed before is not even
+    decoded; others' are, so that the time of an answer says nothing about them.
 
     Args:
         encoder: The model's projector.
@@ -54,7 +63,7 @@ class ModelPictures:
     def __init__(self, encoder: PictureEncoder, reader: PictureReader | None = None) -> None:
         self._encoder = encoder
         self._reader = reader or PictureReader()
-        self._known: OrderedDict[tuple[bytes, int], tuple[tuple[int, ...], PictureParts]] = OrderedDict()
+        self._known: OrderedDict[_Key, tuple[tuple[int, ...], PictureParts]] = OrderedDict()
         self._num_known_ids = 0
         self._sizes: OrderedDict[tuple[int, int], PictureParts] = OrderedDict()
 
@@ -74,7 +83,7 @@ class ModelPictures:
             Overloaded: If too many pictures wait.
             MeshError: If the projector does not compute.
         """
-        key = (await asyncio.to_thread(lambda: hashlib.sha256(data).digest()), most_side)
+        key = _Key(client, await asyncio.to_thread(lambda: hashlib.sha256(data).digest()), most_side)
         known = self._known.get(key)
         if known is None:
             known = await self._read(data, most_side, client, param)
@@ -108,7 +117,7 @@ class ModelPictures:
                 self._sizes.popitem(last=False)
         return known
 
-    def _remember(self, key: tuple[bytes, int], known: tuple[tuple[int, ...], PictureParts]) -> None:
+    def _remember(self, key: _Key, known: tuple[tuple[int, ...], PictureParts]) -> None:
         if key not in self._known:
             self._num_known_ids += len(known[0])
         self._known[key] = known

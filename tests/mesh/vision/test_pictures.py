@@ -123,6 +123,15 @@ async def test_a_picture_that_was_shown_before_is_neither_decoded_nor_encoded(ma
     assert (await made.pictures.layout(saved(photograph(90, 70), "WEBP", lossless=True))).ids == first.ids
 
 
+async def test_clients_do_not_learn_what_others_have_shown(made: Parts) -> None:
+    """Not even by the time that it takes."""
+    first = await made.pictures.layout(PNG, client="a")
+    assert (await made.pictures.layout(PNG, client="b")).ids == first.ids
+    assert made.reader.num_read == 2
+    await made.pictures.layout(PNG, client="a")
+    assert made.reader.num_read == 2
+
+
 async def test_a_picture_that_is_scaled_down_is_another_one(made: Parts) -> None:
     whole, small = [await made.pictures.layout(PNG, most_side=side) for side in (0, 45)]
     assert whole.ids != small.ids
