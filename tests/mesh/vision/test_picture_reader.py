@@ -203,17 +203,19 @@ def test_the_processes_are_confined_before_they_see_a_picture(reader: PictureRea
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    ("width", "height", "num_bytes", "reason"),
     [
-        (struct.pack("<II", 5000, 5000) + bytes(75_000_000), "answered with 5000 × 5000 pixels"),
-        (struct.pack("<II", 3, 2) + bytes(17), "3 × 2 pixels came with 17 bytes"),
-        (struct.pack("<II", 2**32 - 1, 2**32 - 1), "answered with 4294967295 × 4294967295 pixels"),
+        (5000, 5000, 75_000_000, "answered with 5000 × 5000 pixels"),
+        (3, 2, 17, "3 × 2 pixels came with 17 bytes"),
+        (2**32 - 1, 2**32 - 1, 0, "answered with 4294967295 × 4294967295 pixels"),
     ],
 )
-def test_a_process_that_was_taken_over_gets_no_pixels_beyond_the_bounds(answer: bytes, reason: str) -> None:
+def test_a_process_that_was_taken_over_gets_no_pixels_beyond_the_bounds(
+    width: int, height: int, num_bytes: int, reason: str
+) -> None:
     class TakenOver(WorkerPool):
         async def run(self, *_arguments: object, **_options: object) -> bytes:
-            return answer
+            return struct.pack("<II", width, height) + bytes(num_bytes)
 
     pool = TakenOver("tests", num_workers=1, cpu_limit_s=1, wall_limit_s=1, memory_bytes=1)
     with pytest.raises(ProtocolError, match=reason):
