@@ -236,7 +236,8 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused(
 def test_colours_become_the_embeddings_of_their_words(smollm2_path: Path, tmp_path: Path) -> None:
     """The projector that the tests of answers have: each row is a token's embedding, bit for bit."""
     words = list(ColourWords.WORDS)
-    tokens = [token_of(smollm2_path, word) for word in words]
+    tokenizer = Tokenizer(smollm2_path)
+    tokens = [tokenizer.encode(word, add_special=False, parse_special=False)[0] for word in words]
     embeddings = embeddings_of(smollm2_path, tokens)
     path = ColourWords.write(tmp_path / "mmproj.gguf", embeddings)
     found = Projector(ProjectorOptions(str(path), str(smollm2_path), num_threads=1))
@@ -246,11 +247,6 @@ def test_colours_become_the_embeddings_of_their_words(smollm2_path: Path, tmp_pa
     finally:
         found.close()
     assert np.array_equal(rows, np.concatenate([embeddings, embeddings]))
-
-
-def token_of(model: Path, word: str) -> int:
-    (token,) = Tokenizer(model).encode(word, add_special=False, parse_special=False)
-    return int(token)
 
 
 def grid(rows: int, columns: int) -> NDArray[np.int64]:
