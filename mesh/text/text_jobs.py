@@ -1,23 +1,18 @@
-"""Jobs of the processes for text, and their form on the way there and back."""
+"""Jobs of the processes for text, and their form on the way there."""
 
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from spanmesh_proto.errors import WIRE, MeshError
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-_HEAD_BYTES: Final = struct.Struct("<I")
 _IS_JSON: Final = b"j"
 _IS_MSGPACK: Final = b"m"
-_KINDS: Final = {kind.__name__: kind for kind in WIRE}
 
 
 @dataclass(frozen=True)
@@ -63,29 +58,3 @@ def unpacked_job(header: bytes, payload: bytes) -> tuple[str, TextModel, dict[st
     else:
         values = msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
     return head["kind"], TextModel(model["path"], tuple(model["stamp"]), model["template"]), values
-
-
-def packed_answer(values: Mapping[str, Any], data: Sequence[bytes] = ()) -> bytes:
-    """An answer: values, JSON-serialisable, and bytes."""
-    head = json.dumps(values).encode()
-    return b"".join((_HEAD_BYTES.pack(len(head)), head, *data))
-
-
-def packed_error(error: MeshError) -> bytes:
-    """An answer that is an error."""
-    told = {"kind": type(error).__name__, "message": error.message, "param": error.param}
-    return packed_answer({"error": told})
-
-
-def unpacked_answer(answer: bytes) -> tuple[dict[str, Any], memoryview]:
-    """Values and bytes of an answer.
-
-    Raises:
-        MeshError: If it is one.
-    """
-    (num_bytes,) = _HEAD_BYTES.unpack_from(answer)
-    start = _HEAD_BYTES.size + num_bytes
-    values: dict[str, Any] = json.loads(answer[_HEAD_BYTES.size : start])
-    if (told := values.get("error")) is not None:
-        raise _KINDS[told["kind"]](told["message"], param=told["param"])
-    return values, memoryview(answer)[start:]

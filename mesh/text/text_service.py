@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mesh.text.answer_format import format_told
-from mesh.text.text_jobs import TextModel, packed_job, unpacked_answer
+from mesh.text.text_jobs import TextModel, packed_job
+from mesh.util.worker_answers import unpacked_answer
 from mesh.util.worker_pool import WorkerEnded, WorkerPool
 from spanmesh_proto.errors import InvalidRequest, RequestError
 from stages.gguf import read_one_header

@@ -30,8 +30,9 @@ from mesh.text.detokenizer import AnswerText
 from mesh.text.known_formats import has_short_ids
 from mesh.text.reasoning_switches import ReasoningSwitches, ReasoningWish
 from mesh.text.text_encoder import TextEncoder, refuse_too_long_text
-from mesh.text.text_jobs import packed_answer, packed_error, unpacked_job
+from mesh.text.text_jobs import unpacked_job
 from mesh.text.tokenizer import Tokenizer
+from mesh.util.worker_answers import packed_answer, packed_error
 from spanmesh_proto.errors import InvalidRequest, MeshError, ModelError, RequestError
 
 if TYPE_CHECKING:

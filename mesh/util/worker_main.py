@@ -10,6 +10,9 @@ Imports and long jobs have a lower priority, in a thread of their own: short tex
 while those of another take all processors. The kernel bounds a job whatever it computes: an alarm without a
 handler ends the process when its time is over, and memory, files and core dumps have limits. What a job
 prints by other means goes nowhere.
+
+With MEMORY_BYTES 0 the process holds a model and computes with it: then only time has a limit, and jobs keep
+their priority.
 """
 
 from __future__ import annotations
@@ -74,16 +77,18 @@ def serve(load: Callable[[], Handle], memory_bytes: int) -> None:
     Args:
         load: Imports what does the jobs: a function that answers one, given its header and its payload. It
             encodes its own errors: one that it raises ends the process, and the job with it.
-        memory_bytes: Limit of the address space.
+        memory_bytes: Limit of the address space; 0 for a process that holds a model.
     """
     _bound(memory_bytes)
     threading.stack_size(_STACK_BYTES)
     background = ThreadPoolExecutor(1)
     jobs, answers = sys.stdin.buffer, _take_output()
     # Imports as well: clients that hang up on long jobs may cost a process each second.
-    background.submit(_lower_priority, _START_NICENESS)
+    if memory_bytes:
+        background.submit(_lower_priority, _START_NICENESS)
     handle = background.submit(load).result()
-    background.submit(_lower_priority, _JOB_NICENESS)
+    if memory_bytes:
+        background.submit(_lower_priority, _JOB_NICENESS)
     # What is there by now stays: no need to look through it each time that garbage is collected.
     gc.freeze()
     is_large = False
@@ -137,12 +142,14 @@ def _answer(frame: bytes, jobs: IO[bytes], answers: IO[bytes], handle: Handle) -
 
 
 def _bound(memory_bytes: int) -> None:
-    limits = {
-        resource.RLIMIT_AS: memory_bytes,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: _NUM_FILES,
-    }
+    limits = {resource.RLIMIT_CORE: 0}
+    # Drivers of GPUs open many files, and map more than they use.
+    if memory_bytes:
+        limits |= {
+            resource.RLIMIT_AS: memory_bytes,
+            resource.RLIMIT_FSIZE: 0,
+            resource.RLIMIT_NOFILE: _NUM_FILES,
+        }
     for which, limit in limits.items():
         # Not every system has all of these limits.
         with suppress(ValueError, OSError):

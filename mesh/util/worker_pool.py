@@ -72,7 +72,7 @@ class _Job:
 
     header: bytes
     """First part."""
-    payload: bytes
+    payload: bytes | memoryview
     """Second part, which may be large."""
     client: str | None
     """Client for whom it runs."""
@@ -103,7 +103,10 @@ class WorkerPool:
         num_workers: Most processes.
         cpu_limit_s: Most seconds that a job may compute.
         wall_limit_s: Most seconds that a job may take by the clock, from its arrival at a worker.
-        memory_bytes: Most bytes of a worker's address space.
+        memory_bytes: Most bytes of a worker's address space; 0 for workers that each hold a model, which
+            takes long to load. These have no limits but of time, and keep their priority; a job whose client
+            left is done to its end, one during which its worker was killed is tried once more only, and a
+            client does not pause behind a long job.
         environment: Its whole environment.
         max_waiting: Jobs that may wait, of all clients; see `FairQueue`.
     """
@@ -128,6 +131,8 @@ class WorkerPool:
         self._cpu_limit_s = cpu_limit_s
         self._wall_limit_s = wall_limit_s
         self._memory_bytes = memory_bytes
+        self._holds_model = not memory_bytes
+        self._max_killed = 1 if self._holds_model else _MAX_KILLED
         self._environment = dict(environment)
         # Guards everything below; notified when a job comes, and at the end.
         self._changed = threading.Condition()
@@ -145,7 +150,7 @@ class WorkerPool:
     async def run(
         self,
         header: bytes,
-        payload: bytes = b"",
+        payload: bytes | memoryview = b"",
         *,
         client: str | None = None,
         cpu_limit_s: float | None = None,
@@ -169,14 +174,14 @@ class WorkerPool:
         try:
             return await asyncio.wrap_future(job.answer)
         except asyncio.CancelledError:
-            if not self._withdraw(job):
+            if not self._withdraw(job) and not self._holds_model:
                 asyncio.get_running_loop().call_later(_GRACE_S, self._abandon, job)
             raise
 
     def run_blocking(
         self,
         header: bytes,
-        payload: bytes = b"",
+        payload: bytes | memoryview = b"",
         *,
         client: str | None = None,
         cpu_limit_s: float | None = None,
@@ -203,7 +208,9 @@ class WorkerPool:
             thread.join()
         atexit.unregister(self.close)
 
-    def _submit(self, header: bytes, payload: bytes, client: str | None, cpu_limit_s: float | None) -> _Job:
+    def _submit(
+        self, header: bytes, payload: bytes | memoryview, client: str | None, cpu_limit_s: float | None
+    ) -> _Job:
         job = _Job(header, payload, client, self._cpu_limit_s if cpu_limit_s is None else cpu_limit_s)
         with self._changed:
             if self._is_closed:
@@ -308,7 +315,7 @@ class WorkerPool:
         with self._changed:
             _decrement(self._num_running, job.client)
             client, is_long = job.lane
-            if client is not None and is_long:
+            if client is not None and is_long and not self._holds_model:
                 self._num_pausing[client] += 1
                 heappush(self._pauses, (time.monotonic() + took_s, client))
 
@@ -322,7 +329,7 @@ class WorkerPool:
         return None
 
     def _answer(self, worker: _Worker, job: _Job) -> bytes:
-        for _ in range(_MAX_KILLED):
+        for _ in range(self._max_killed):
             try:
                 return worker.answer(job)
             except _OutputEnded as end:
@@ -345,7 +352,7 @@ class WorkerPool:
         code = failure.exit_code
         if code in _FROM_OUTSIDE and not job.is_abandoned and not self._is_closed:
             return Overloaded(
-                f"something outside ended the request's process {_MAX_KILLED + 1} times, at last by"
+                f"something outside ended the request's process {self._max_killed + 1} times, at last by"
                 f" {signal.Signals(-code).name}: try again in {_RETRY_AFTER_S} s, and see whether the head's"
                 " machine has memory left",
                 retry_after_s=_RETRY_AFTER_S,

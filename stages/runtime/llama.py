@@ -79,10 +79,19 @@ def _on_log(level: int, text: bytes, _user_data: Any) -> None:
     log.debug("llama_cpp", level=_LEVELS[level], text=line)
 
 
+def route_log(log_set: Callable[[Any, Any], None]) -> None:
+    """Route the log of llama.cpp, or of a library of its, to ours.
+
+    Args:
+        log_set: The library's function that takes a receiver.
+    """
+    log_set(_on_log, ctypes.c_void_p(0))
+
+
 @functools.cache
 def init_backend() -> None:
     """Initialise llama.cpp once for this process, and route its log to ours."""
-    llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
+    route_log(llama_cpp.llama_log_set)
     load_best_kernels(llama_library("ggml"))
     llama_cpp.llama_backend_init()
 

@@ -24,6 +24,11 @@ def library_folder() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "lib"
 
 
+def is_named_folder() -> bool:
+    """Whether the folder is another one than that of llama-cpp-python's own build."""
+    return _FOLDER in os.environ
+
+
 def kernels_folder() -> Path | None:
     """Folder of the processor's kernels where there is a library for each generation; None for one library.
 

@@ -27,6 +27,14 @@ from tests.qualification.packages.wheels_folder import (
 )
 
 LLAMA = "llama_cpp_python-0.3.36-py3-none-linux_x86_64.whl"
+# Notes what it is asked for; where libmtmd is wanted, or another folder of libraries, there is one.
+FAKE_PIP = """#!/bin/sh
+echo "$*" >>'{folder}/built'
+while test $# -gt 0; do
+  if test "$1" = --target; then mkdir -p "$2/llama_cpp/lib"; echo new >"$2/llama_cpp/lib/libmtmd.so"; fi
+  shift
+done
+"""
 
 
 class Checkout:
@@ -35,14 +43,19 @@ class Checkout:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "stages").mkdir()
-        for path in (ROOT / "Makefile", ROOT / "constraints.txt", *(ROOT / "stages").glob("*.h")):
+        names = ("Makefile", "constraints.txt", "pyproject.toml", "stages/backends/vulkan_headers.h")
+        (folder / "stages/backends").mkdir()
+        for path in (*map(ROOT.joinpath, names), *(ROOT / "stages").glob("*.h")):
             shutil.copy(path, folder / path.relative_to(ROOT))
-        shutil.copy(ROOT / "stages/llama_build.cmake", folder / "stages")
+        for path in (ROOT / "stages").glob("*.cmake"):
+            shutil.copy(path, folder / "stages")
         shutil.copytree(ROOT / "stages/attention", folder / "stages/attention")
         python = folder / ".venv/bin/python"
         python.parent.mkdir(parents=True)
-        python.write_text(f"#!/bin/sh\necho \"$*\" >>'{folder}/built'\n")
+        python.write_text(FAKE_PIP.format(folder=folder))
         python.chmod(0o755)
+        self.libraries = folder / ".venv/lib/python3.11/site-packages/llama_cpp/lib"
+        self.libraries.mkdir(parents=True)
         (folder / ".venv/.made").touch()
 
     def edit(self, name: str, old: str, new: str) -> None:
@@ -50,14 +63,19 @@ class Checkout:
         path = self.folder / name
         path.write_text(re.sub(old, new, path.read_text(), count=1, flags=re.MULTILINE))
 
-    def builds(self) -> list[str]:
+    def builds(self, *targets: str) -> list[str]:
         """Builds that `make` asks pip for."""
         (self.folder / "built").write_text("")
+        self.make(*targets or (".venv/.llama-cpp",))
+        return (self.folder / "built").read_text().splitlines()
+
+    def make(self, *arguments: str) -> str:
+        """What `make` prints."""
         done = subprocess.run(
-            ["make", ".venv/.llama-cpp"], cwd=self.folder, capture_output=True, text=True, check=False
+            ["make", *arguments], cwd=self.folder, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
-        return (self.folder / "built").read_text().splitlines()
+        return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +92,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "checkout"
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.pyd", "*.egg-info")
-    for room in ("mesh", "stages", "speculative", "proto"):
+    for room in ("mesh", "meshbench", "stages", "speculative", "proto"):
         shutil.copytree(ROOT / room, copy / room, ignore=ignored)
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, copy / file)
@@ -199,7 +217,7 @@ def test_a_folder_with_an_incomplete_wheel_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_whole_folder_is_told_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_wheel(tmp_path / LLAMA, lib=b"GLIBC_2.30")
+    write_wheel(tmp_path / LLAMA, **{"lib": b"GLIBC_2.30", "llama_cpp/lib/libmtmd": b""})
     with zipfile.ZipFile(
         tmp_path / f"spanmesh-{SOFTWARE_VERSION}-cp311-cp311-linux_x86_64.whl", "w"
     ) as archive:
@@ -210,6 +228,19 @@ def test_a_whole_folder_is_told_about(tmp_path: Path, capsys: pytest.CaptureFixt
     main([str(tmp_path), "native"])
     assert "glibc 2.30 or newer" in (tmp_path / NOTE).read_text()
     assert "2 wheels in" in capsys.readouterr().out
+
+
+def test_a_folder_without_the_library_for_pictures_is_refused(tmp_path: Path) -> None:
+    write_wheel(tmp_path / LLAMA, lib=b"GLIBC_2.30")
+    names = {*expected_files(ROOT), *(f"{name.replace('.', '/')}.so" for name in extension_modules(ROOT))}
+    with zipfile.ZipFile(
+        tmp_path / f"spanmesh-{SOFTWARE_VERSION}-cp311-cp311-linux_x86_64.whl", "w"
+    ) as archive:
+        for name in names:
+            archive.writestr(name, "")
+    with pytest.raises(SystemExit, match=r"llama_cpp/lib/libmtmd\.\* is missing"):
+        main([str(tmp_path), "native"])
+    assert not (tmp_path / NOTE).exists()
 
 
 def steps(*settings: str) -> subprocess.CompletedProcess[str]:
@@ -232,7 +263,7 @@ def test_make_wheels_compiles_for_the_named_processors(
     done = steps(f"CPU={cpu}", "WHEELS=elsewhere")
     assert done.returncode == 0, done.stderr
     # As the environment's own build is compiled, too.
-    for setting in (*settings, "GGML_LLAMAFILE=OFF"):
+    for setting in (*settings, "GGML_LLAMAFILE=OFF", "LLAVA_BUILD=ON", "MTMD_VIDEO=OFF"):
         assert f"--config-settings=cmake.define.{setting}" in done.stdout
     assert not [name for name in left_out if name in done.stdout]
     assert f"wheels_folder elsewhere {cpu}" in done.stdout
@@ -298,6 +329,41 @@ def test_llama_cpp_is_built_again_when_what_it_is_built_from_changes_and_only_th
         # pip would keep a build of the same version.
         assert "--force-reinstall" in command
         assert checkout.builds() == []
+
+
+def test_the_library_for_pictures_is_made_by_itself_and_once(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    (plain,) = checkout.builds()
+    assert "LLAVA_BUILD=OFF" in plain
+    (alone,) = checkout.builds("pictures")
+    assert "LLAMA_BUILD=OFF" in alone
+    assert f"SPANMESH_LIBRARIES={checkout.libraries}" in alone
+    # Else libmtmd would start a program on what it cannot decode.
+    assert "MTMD_VIDEO=OFF" in alone
+    assert [path.name for path in checkout.libraries.iterdir()] == ["libmtmd.so"]
+    assert checkout.builds("pictures") == []
+    # One of another version of llama.cpp would end processes: it goes with the libraries it was made for.
+    checkout.edit("stages/f16_vectors.h", "$", "\n")
+    assert len(checkout.builds()) == 1
+    assert list(checkout.libraries.iterdir()) == []
+    assert len(checkout.builds("pictures")) == 1
+
+
+def test_libraries_for_a_gpu_get_the_same_library_for_pictures(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    checkout.builds("pictures")
+    backend = tmp_path / ".venv/backends/vulkan"
+    backend.mkdir(parents=True)
+    assert checkout.builds("pictures", "BACKEND=vulkan") == []
+    assert (backend / "libmtmd.so").read_text() == "new\n"
+    assert checkout.builds("pictures", "BACKEND=vulkan") == []
+
+
+def test_serve_makes_the_library_for_pictures_only_where_a_projector_is_named(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    assert "LLAMA_BUILD=OFF" not in checkout.make("-n", "serve")
+    assert "LLAMA_BUILD=OFF" in checkout.make("-n", "serve", "ARGS=model.gguf --mmproj auto")
+    assert "LLAMA_BUILD=OFF" in checkout.make("-n", "environment")
 
 
 def test_a_build_from_before_its_inputs_were_kept_is_not_made_again(tmp_path: Path) -> None:

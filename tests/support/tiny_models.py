@@ -20,7 +20,7 @@ class TinyModel:
     """The shape of a tiny model."""
 
     architecture: str
-    """llama, qwen2, qwen3, gemma2, gemma3, internlm2 or granite."""
+    """llama, qwen2, qwen2vl, qwen3, gemma2, gemma3, internlm2 or granite."""
     n_layers: int = 6
     """Layers."""
     is_tied: bool = False
@@ -119,7 +119,7 @@ class TinyModel:
                 "ffn_up.weight": matrix(self.n_ff, self.n_embd),
                 "ffn_down.weight": matrix(self.n_embd, self.n_ff),
             }
-            if self.architecture == "qwen2":
+            if self.architecture in ("qwen2", "qwen2vl"):
                 kinds |= {
                     f"attn_{part}.bias": vector(size, 0.0)
                     for part, size in zip("qkv", (heads, heads_kv, heads_kv), strict=True)

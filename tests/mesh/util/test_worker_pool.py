@@ -60,6 +60,15 @@ def lone() -> Iterator[WorkerPool]:
     found.close()
 
 
+@pytest.fixture
+def holder() -> Iterator[WorkerPool]:
+    """A pool with one worker, which runs and holds a model."""
+    found = make_pool(num_workers=1, memory_mib=0)
+    found.run_blocking(b"echo")
+    yield found
+    found.close()
+
+
 def wait_until_up(pool: WorkerPool) -> None:
     while not all(worker._is_up for worker in pool._workers):
         time.sleep(0.01)
@@ -114,6 +123,37 @@ async def test_short_jobs_and_those_of_no_client_have_no_pause(pool: WorkerPool)
 def test_long_jobs_have_a_lower_priority(lone: WorkerPool) -> None:
     first, large, last = (int(lone.run_blocking(b"niceness", bytes(size))) for size in (0, 2**20, 0))
     assert (large, last) == (min(19, first + 15), first)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_what_holds_a_model_keeps_its_priority_and_has_no_limits_but_of_time(holder: WorkerPool) -> None:
+    first, large = (int(holder.run_blocking(b"niceness", bytes(size))) for size in (0, 2**20))
+    assert first == large == os.getpriority(os.PRIO_PROCESS, 0)
+    assert holder.run_blocking(b"echo", bytes(2**20 * 300)) == bytes(2**20 * 300)
+    with pytest.raises(WorkerEnded, match=r"took more than 0\.1 s of computing"):
+        holder.run_blocking(b"spin", cpu_limit_s=0.1)
+
+
+async def test_behind_a_long_job_for_a_model_its_client_has_no_pause(holder: WorkerPool) -> None:
+    await holder.run(b"sleep 0.3", bytes(2**16), client="a")
+    assert not holder._pauses
+
+
+async def test_what_holds_a_model_stays_when_a_client_leaves(holder: WorkerPool) -> None:
+    pid = json.loads(await holder.run(b"look"))["pid"]
+    left = asyncio.create_task(holder.run(b"sleep 1.5", client="a"))
+    await asyncio.sleep(0.1)
+    waiting = asyncio.create_task(holder.run(b"sleep 60", client="a"))
+    await asyncio.sleep(0)
+    for task in (waiting, left):
+        task.cancel()
+    assert json.loads(await asyncio.wait_for(holder.run(b"look", client="b"), 20))["pid"] == pid
+
+
+def test_a_job_that_had_what_holds_a_model_killed_is_tried_once_more(holder: WorkerPool) -> None:
+    with pytest.raises(Overloaded, match=r"outside ended .* 2 times, at last by SIGKILL"):
+        holder.run_blocking(b"end SIGKILL")
+    assert holder.run_blocking(b"echo", b"next") == b"next"
 
 
 def test_pages_of_large_jobs_are_returned_when_no_other_one_comes(lone: WorkerPool) -> None:

