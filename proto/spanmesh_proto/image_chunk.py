@@ -1,0 +1,32 @@
+"""Chunk of an image: rows of a prompt that a projector has made of an image, or of a slice of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ImageChunk:
+    """Consecutive rows of a prompt, none of which is a token; a prompt may have several of one image."""
+
+    first_row: int
+    """Its first row in the prompt."""
+    num_rows: int
+    """Number of its rows."""
+    num_positions: int
+    """Positions that it takes: those of the rows behind it begin so much later than its own."""
+    columns: int = 0
+    """In models with positions in several parts: rows of a line of the image. 0 if each row has the position
+    behind the row before it."""
+    sees_all: bool = False
+    """Whether each of its rows attends to all of them, so that they are computed at once."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a sequence that holds it cannot go back to a row within it."""
+        return self.columns > 0 or self.sees_all
+
+    @property
+    def stop(self) -> int:
+        """Its last row plus one."""
+        return self.first_row + self.num_rows
