@@ -11,9 +11,13 @@ from speculative.acceptance import DepthStatistics, SpeculationStatistics
 from stages.sampling.sampler import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from spanmesh_proto import windows_pb2 as wire
+    from spanmesh_proto.image_chunk import ImageChunk
     from stages.sampling.sampler import TokenLogprobs
 
 
@@ -60,11 +64,23 @@ class RecordedPrompt:
 
 
 @dataclass(frozen=True)
+class RowInput:
+    """Rows of a prompt that are no tokens: a chunk of an image."""
+
+    chunk: ImageChunk
+    """Where they are in the prompt, and how they are computed."""
+    load: Callable[[], Awaitable[NDArray[np.float32]]] = field(compare=False, repr=False)
+    """Returns the rows, float32 (rows, width of the model's input), always the same bits. Called when they
+    are about to be sent, so never for rows that are cached, and again after the loss of a stage. A
+    `MeshError` that it raises ends the answer."""
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """A sequence to continue."""
 
     prompt: tuple[int, ...]
-    """Token ids, at least one."""
+    """Token ids, at least one; for rows of `inputs` theirs, see `spanmesh_proto.row_ids`."""
     max_tokens: int
     """Stop after this many, with finish reason `length`."""
     end_tokens: frozenset[int] = frozenset()
@@ -91,6 +107,8 @@ class GenerationRequest:
     nothing of the prompt may be cached."""
     recording: RecordedPrompt | None = None
     """How the answer is filed if answers are recorded; None for one that must not be."""
+    inputs: tuple[RowInput, ...] = ()
+    """Rows of the prompt that are no tokens, in order."""
     on_prefill: Callable[[PrefillProgress], None] | None = field(default=None, compare=False, repr=False)
     """Called in the event loop whenever more of the prompt was read; None for no calls."""
 
@@ -98,6 +116,20 @@ class GenerationRequest:
     def has_rows(self) -> bool:
         """Whether the prompt has rows that are no tokens, see `spanmesh_proto.row_ids`."""
         return has_rows(self.prompt)
+
+    def num_together(self, start: int, most: int) -> int:
+        """Rows of the prompt that a window from `start` on can have: tokens alone, or of one input alone.
+
+        Args:
+            start: The first row.
+            most: Most of them, but for inputs that are computed at once.
+        """
+        chunk = next((each.chunk for each in self.inputs if start < each.chunk.stop), None)
+        if chunk is None:
+            return most
+        if start < chunk.first_row:
+            return min(most, chunk.first_row - start)
+        return chunk.num_rows if chunk.sees_all else min(most, chunk.stop - start)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mesh.coordinator.checkpoint_plan import CheckpointPlug
 from mesh.coordinator.disk_prefixes import DiskPlug
 from mesh.coordinator.feature_plug import FeaturePlug
+from mesh.coordinator.image_plug import ImagePlug
 from mesh.coordinator.tail_draft_plug import TailDraftPlug
 from mesh.coordinator.tuning_plug import TuningPlug
 
@@ -41,6 +42,7 @@ def plugs_of(
         tuning: What tunes its drafter in the background; None if nothing does.
     """
     yield DiskPlug(has_windows=model.has_windows)
+    yield ImagePlug()
     if options.checkpoints and not model.can_trim:
         yield CheckpointPlug(options.checkpoints)
     if feature_needs is not None:

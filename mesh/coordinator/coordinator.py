@@ -223,7 +223,8 @@ class Coordinator:
                 self._expect(session, request.prompt[: prefix_match.num_cached], floor)
                 part = await session.next_part()
                 stats = part.stats
-                if not stats.num_replays:
+                # What loads its rows meanwhile says nothing of the stages.
+                if not stats.num_replays and not request.inputs:
                     for plug in self._plugs:
                         plug.prefilled(len(request.prompt) - stats.num_cached, stats.prefill_ms)
                 # Other sessions may begin with the same prompt while this one runs.

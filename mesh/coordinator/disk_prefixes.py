@@ -20,6 +20,7 @@ from mesh.coordinator.plugs import Plug, RingPlug
 from mesh.coordinator.prefix_cache import PrefixMatch
 from mesh.status import BlocksStatus, KvDiskStatus
 from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto.row_ids import begin_of_rows
 from speculative.cost_model import moved
 
 if TYPE_CHECKING:
@@ -283,8 +284,8 @@ class DiskPrefixes(RingPlug):
         if self._can_trim:
             match: DiskMatch | None = self._whole(names, num_blocks)
         else:
-            match = self._to_state(names, num_blocks, len(prompt) - 1)
-        num_spared = 0 if match is None else match.num_positions - num_cached
+            match = self._to_state(names, num_blocks, prompt)
+        num_spared = 0 if match is None else begin_of_rows(prompt, match.num_positions) - num_cached
         if match is None or num_spared < self._block_positions:
             return None
         return match if self._history.pace.pays(match.num_positions, num_spared) else None
@@ -293,11 +294,12 @@ class DiskPrefixes(RingPlug):
         blocks = tuple(names.block(index) for index in range(num_blocks))
         return DiskMatch(blocks, num_blocks * self._block_positions)
 
-    def _to_state(self, names: BlockNames, num_blocks: int, most_positions: int) -> DiskMatch | None:
+    def _to_state(self, names: BlockNames, num_blocks: int, prompt: Sequence[int]) -> DiskMatch | None:
         """The longest prefix that ends with a state."""
         for stop in sorted(set(self._stages[0].states.values()), reverse=True):
             num_before = names.start_of_state(stop) // self._block_positions
-            if stop > most_positions or num_before > num_blocks:
+            is_within = stop >= len(prompt) or begin_of_rows(prompt, stop) < stop
+            if is_within or num_before > num_blocks:
                 continue
             if self._can_be_fetched(names.state(stop)):
                 blocks = (names.block(index) for index in range(num_before))
@@ -479,9 +481,10 @@ class DiskPlug(Plug):
         """The cached prefix, or a longer one that the stages have read from their disks into memory."""
         disk, slot = self.prefixes, match.slot
         found = None if disk is None else disk.find(request.prompt, request.client, match.num_cached)
-        if disk is None or found is None:
+        if disk is None or found is None or self._rounds_otherwise(request, found.num_positions):
             return match
         fetch, num_positions = await disk.fetch(found)
+        num_positions = begin_of_rows(request.prompt, num_positions)
         if num_positions > match.num_cached:
             disk.used(num_positions)
             checkpoints = () if self._can_trim else (num_positions,)
@@ -490,6 +493,12 @@ class DiskPlug(Plug):
         if fetch:
             disk.drop(fetch)
         return None
+
+    def _rounds_otherwise(self, request: GenerationRequest, num_positions: int) -> bool:
+        """Whether stages refuse to go on from a prefix; see `SlotMemory.computes_alike`."""
+        return self._has_windows and any(
+            each.chunk.sees_all and each.chunk.first_row >= num_positions for each in request.inputs
+        )
 
     def prefilled(self, num_positions: int, elapsed_ms: float) -> None:
         """Learn what computing costs, beside fetching."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from mesh.engine import PrefillProgress
 from spanmesh_proto.errors import ProtocolError
-from spanmesh_proto.row_ids import num_alike
+from spanmesh_proto.row_ids import begin_of_rows, has_rows
 from speculative.acceptance import Judgement, StageMeasure, WindowOutcome, judge, judge_unread
 from speculative.proposer import EMPTY, Proposal
 
@@ -63,6 +63,11 @@ class WindowPlan:
     def stop(self) -> int:
         """Absolute position after the last token."""
         return self.start + len(self.tokens)
+
+    @property
+    def brings_rows(self) -> bool:
+        """Whether it has rows that are no tokens."""
+        return has_rows(self.tokens[:1])
 
     @property
     def is_behind(self) -> bool:
@@ -252,6 +257,11 @@ class Generation:
         return min(wanted, most)
 
     @property
+    def num_prefilled(self) -> int:
+        """Tokens of the prompt that were sent, or cached."""
+        return self._num_prefilled
+
+    @property
     def is_prefilled(self) -> bool:
         """Whether the whole prompt was sent."""
         return self._num_prefilled == len(self._prefix)
@@ -272,7 +282,7 @@ class Generation:
         if start < self._num_resumable:
             # Stages that have these still need not compute them; those behind, all must.
             num_rows = min(num_rows, self._num_resumable - start)
-        prompt_end = len(self._prefix) - _PROMPT_END
+        prompt_end = begin_of_rows(self._prefix, len(self._prefix) - _PROMPT_END)
         is_divided = self._rollback.divides(self.num_to_prefill)
         if is_divided and start < prompt_end:
             num_rows = min(num_rows, prompt_end - start)
@@ -280,13 +290,13 @@ class Generation:
         is_scored = self._scores_prompt and start < last
         if is_scored:
             num_rows = min(num_rows, _MOST_SCORED_ROWS, last - start)
-        tokens = self._prefix[start : start + num_rows]
         # Stages compute rows that are no tokens apart.
-        tokens = tokens[: num_alike(tokens)]
+        tokens = self._prefix[start : start + self.request.num_together(start, num_rows)]
         self._num_prefilled += len(tokens)
         asks: Mapping[str, Any] = {}
         # What stages still hold they do not compute, so nothing would be done there.
-        if start >= self._num_resumable and is_divided:
+        is_new = start >= self._num_resumable
+        if is_new and is_divided and begin_of_rows(self._prefix, start) == start:
             asks = self._rollback.before_chunk(start, self.position, is_division=start == prompt_end)
         return self._send(
             WindowPlan(
@@ -350,7 +360,8 @@ class Generation:
         """Begin again at position 0, with prompt and answer so far as the prompt; returns what flew."""
         self._prefix = self.tokens
         # In a ring that breaks while it replays, no more is known than before.
-        self._num_resumable = max(self._num_resumable, self._num_computed, self.num_cached)
+        num_held = max(self._num_resumable, self._num_computed, self.num_cached)
+        self._num_resumable = begin_of_rows(self._prefix, num_held)
         self._rollback.clear()
         self.skip(0)
         return self._void()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mesh.engine import GenerationRequest, SpeculationReport
     from mesh.status import MeshStatus
     from spanmesh_proto import windows_pb2 as wire
+    from spanmesh_proto.errors import MeshError
     from stages.transport.channels import Identity
 
 
@@ -57,6 +58,17 @@ class SessionPlug:
 
     def detach(self) -> None:
         """Take part no more."""
+
+    def listen(self, on_ready: Callable[[MeshError | None], None]) -> None:
+        """Take what to call once a chunk that had to wait may leave, or with the reason why it never can."""
+
+    def opening(self, message: wire.Open) -> None:
+        """Add to the message that opens the session at every stage."""
+
+    def awaits(self, start: int) -> bool:
+        """Whether the chunk of the prompt at a row has to wait; see `listen`."""
+        del start
+        return False
 
     def sending(self, window_id: int, plan: WindowPlan, message: wire.Window) -> None:
         """Add to a window that is about to leave what stages are to do beside it."""

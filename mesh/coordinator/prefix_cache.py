@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from spanmesh_proto.row_ids import begin_of_rows
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
@@ -90,15 +92,23 @@ class PrefixCache:
         """
         wanted = np.asarray(prompt[:-1], np.int64)
         prefixes = self._cached | self._expected
+        # No session begins within rows that are no tokens.
         common = {
-            slot: num_common(wanted, cached.tokens)
+            slot: begin_of_rows(prompt, num_common(wanted, cached.tokens))
             for slot, cached in prefixes.items()
             if cached.client == client
         }
         common = {slot: num for slot, num in common.items() if num >= prefixes[slot].floor}
         if not self._can_trim:
             common = {
-                slot: max((point for point in self._cached[slot].return_points if point <= num), default=0)
+                slot: max(
+                    (
+                        point
+                        for point in self._cached[slot].return_points
+                        if point <= num and begin_of_rows(prompt, point) == point
+                    ),
+                    default=0,
+                )
                 for slot, num in common.items()
                 if slot in free and slot in self._cached
             }

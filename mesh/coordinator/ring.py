@@ -234,9 +234,18 @@ class Ring:
         self._link.send(session)
 
     def send(self, windows: Sequence[wire.Window]) -> None:
-        """Send windows in one message: those of different sessions share a batch."""
-        for first in range(0, len(windows), MOST_BUNDLED_WINDOWS):
-            self._link.send(wire.WindowBundle(windows=windows[first : first + MOST_BUNDLED_WINDOWS]))
+        """Send windows in one message: those of different sessions share a batch.
+
+        One that brings rows, perhaps megabytes of them, goes alone.
+        """
+        bundle: list[wire.Window] = []
+        for window in windows:
+            if bundle and (window.rows or bundle[-1].rows or len(bundle) == MOST_BUNDLED_WINDOWS):
+                self._link.send(wire.WindowBundle(windows=bundle))
+                bundle = []
+            bundle.append(window)
+        if bundle:
+            self._link.send(wire.WindowBundle(windows=bundle))
 
     def cancel(self, session: int, epoch: int) -> None:
         """Void the session's windows below `epoch`, at all stages at once."""

@@ -222,7 +222,7 @@ class Session:
     @property
     def num_overtaking(self) -> int | None:
         """Verdicts on windows of others since its own latest; None if it waits for no stage."""
-        if self._is_still or self._is_held:
+        if self._is_still or self._is_held or not self._in_flight_windows:
             return None
         return self._active_ring.ring.num_verdicts - self._num_verdicts_before
 
@@ -247,6 +247,7 @@ class Session:
     def start(self, prompt: tuple[int, ...]) -> None:
         """Send the first chunks of the prompt; the others follow as these are computed."""
         for plug in self._plugs:
+            plug.listen(self._on_chunk_ready)
             plug.attach(self.id, is_elsewhere=False)
         self._open()
         if self._speculator is not None:
@@ -369,7 +370,7 @@ class Session:
             self._prompt_logprobs += from_wire(verdict.logprobs)
             self._prefill()
             self._pump()
-            if in_flight.window.scored_next is None:
+            if in_flight.window.scored_next is None and not in_flight.window.brings_rows:
                 self._active_ring.prefill_pace.learn_chunk(times.measures, arrived_ms - in_flight.sent_ms)
         else:
             if in_flight.window.is_prompt:
@@ -437,7 +438,10 @@ class Session:
         return self.is_paused or self._is_suspect
 
     def _open(self) -> None:
-        self._active_ring.ring.open_session(self._spec.to_wire())
+        message = self._spec.to_wire()
+        for plug in self._plugs:
+            plug.opening(message)
+        self._active_ring.ring.open_session(message)
         self._prefill()
         self._report_prefill()
 
@@ -552,7 +556,8 @@ class Session:
         window = in_flight.window
         stages, elapsed_ms = times.measures, arrived_ms - in_flight.sent_ms
         if window.is_prompt:
-            self._active_ring.prefill_pace.learn_chunk(stages, elapsed_ms)
+            if not window.brings_rows:
+                self._active_ring.prefill_pace.learn_chunk(stages, elapsed_ms)
             telemetry.add_prefilled(arrived_ms)
         else:
             pace = self._active_ring.prefill_pace
@@ -587,6 +592,8 @@ class Session:
         generation, pace = self._generation, self._active_ring.prefill_pace
         is_replay = self._on_replayed is not None
         while not generation.is_prefilled:
+            if any(plug.awaits(generation.num_prefilled) for plug in self._plugs):
+                break
             rows = pace.rows(generation.num_to_prefill, is_replay=is_replay)
             if generation.num_in_flight >= pace.num_in_flight(rows, is_replay=is_replay):
                 break
@@ -594,6 +601,15 @@ class Session:
         self._depart()
         if generation.is_prefilled and not self._is_suspect:
             self._note_replayed()
+
+    def _on_chunk_ready(self, error: MeshError | None) -> None:
+        """Send the chunk that had to wait; a replay looks again by itself."""
+        if error is not None:
+            self.fail(error)
+        elif not self._is_still:
+            with self.failing_alone():
+                self._prefill()
+                self._pump()
 
     def _send_on(self, step: Step) -> None:
         if step.finish is None:

@@ -185,7 +185,7 @@ class Draft(_message.Message):
     def __init__(self, session: _Optional[int] = ..., window_id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ..., token_us: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "slot", "sampling", "num_prompt_tokens", "num_top_logprobs", "cached_tokens", "source_slot", "resumed_session", "num_resumed", "grammar", "fetch", "client")
+    __slots__ = ("session", "slot", "sampling", "num_prompt_tokens", "num_top_logprobs", "cached_tokens", "source_slot", "resumed_session", "num_resumed", "grammar", "fetch", "client", "images")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +198,7 @@ class Open(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     session: int
     slot: int
     sampling: Sampling
@@ -210,7 +211,22 @@ class Open(_message.Message):
     grammar: str
     fetch: int
     client: bytes
-    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., source_slot: _Optional[int] = ..., resumed_session: _Optional[int] = ..., num_resumed: _Optional[int] = ..., grammar: _Optional[str] = ..., fetch: _Optional[int] = ..., client: _Optional[bytes] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[ImageChunk]
+    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., source_slot: _Optional[int] = ..., resumed_session: _Optional[int] = ..., num_resumed: _Optional[int] = ..., grammar: _Optional[str] = ..., fetch: _Optional[int] = ..., client: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[ImageChunk, _Mapping]]] = ...) -> None: ...
+
+class ImageChunk(_message.Message):
+    __slots__ = ("first_row", "num_rows", "num_positions", "columns", "sees_all")
+    FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    SEES_ALL_FIELD_NUMBER: _ClassVar[int]
+    first_row: int
+    num_rows: int
+    num_positions: int
+    columns: int
+    sees_all: bool
+    def __init__(self, first_row: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_positions: _Optional[int] = ..., columns: _Optional[int] = ..., sees_all: _Optional[bool] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty", "repetition_window", "bias_tokens", "biases")
@@ -239,7 +255,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., repetition_window: _Optional[int] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Window(_message.Message):
-    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "wants_features", "checkpoints", "recomputed_rows", "num_committed", "features_together", "scored_next", "num_drafts", "drafts_on_rejection")
+    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "wants_features", "checkpoints", "recomputed_rows", "num_committed", "features_together", "scored_next", "num_drafts", "drafts_on_rejection", "rows")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -254,6 +270,7 @@ class Window(_message.Message):
     SCORED_NEXT_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_ON_REJECTION_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     id: int
@@ -268,7 +285,8 @@ class Window(_message.Message):
     scored_next: int
     num_drafts: int
     drafts_on_rejection: bool
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., wants_features: _Optional[bool] = ..., checkpoints: _Optional[_Iterable[int]] = ..., recomputed_rows: _Optional[int] = ..., num_committed: _Optional[int] = ..., features_together: _Optional[int] = ..., scored_next: _Optional[int] = ..., num_drafts: _Optional[int] = ..., drafts_on_rejection: _Optional[bool] = ...) -> None: ...
+    rows: bytes
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., wants_features: _Optional[bool] = ..., checkpoints: _Optional[_Iterable[int]] = ..., recomputed_rows: _Optional[int] = ..., num_committed: _Optional[int] = ..., features_together: _Optional[int] = ..., scored_next: _Optional[int] = ..., num_drafts: _Optional[int] = ..., drafts_on_rejection: _Optional[bool] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("queue_us", "compute_us", "num_rows", "arrived_us")

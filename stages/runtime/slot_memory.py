@@ -22,6 +22,7 @@ import numpy as np
 from spanmesh_proto.errors import InvalidWindow, StageFailed, UncuttableModel
 from stages.runtime.kv_state import KvRows, without_head
 from stages.runtime.llama import last_complaint
+from stages.runtime.row_positions import TOKENS_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.runtime.loaded_model import StageInfo
+    from stages.runtime.row_positions import RowPositions
     from stages.runtime.spans import Span
 
 _RECURRENT_PART: Final = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
@@ -272,6 +274,10 @@ class SlotMemory:
         self._has_shared_cache = has_shared_cache
         self._num_checkpoints = num_checkpoints
         self._lengths = [0] * num_slots
+        # None where rows were brought by themselves.
+        self._positions: list[RowPositions | None] = [TOKENS_ONLY] * num_slots
+        # Whether rows were brought, and so may lie in other cells than where they were computed.
+        self._is_brought = [False] * num_slots
         # Slots whose rows llama.cpp copies, or copies from, at the next decode, not at the call.
         self._copying: set[int] = set()
         self._states = StateCheckpoints(context, num_slots)
@@ -306,14 +312,16 @@ class SlotMemory:
             InvalidWindow: Naming what does not fit.
         """
         slot, start, stop = span.slot, span.start, span.start + len(span.tokens)
+        if (images := self.images(slot)) is not None:
+            images.check(start, span.tokens)
         if start > self._lengths[slot]:
             raise InvalidWindow(
                 f"a window starts at position {start}, but slot {slot} ends at {self._lengths[slot]}"
             )
         if not self.can_go_back(slot, start):
             raise InvalidWindow(
-                f"a window starts at position {start}, where slot {slot} has no checkpoint of its recurrent "
-                "state"
+                f"a window starts at position {start}, to which slot {slot} cannot go back: it has no "
+                "checkpoint of its recurrent state there, or an image"
             )
         if len(span.checkpoints) > self._num_checkpoints and not self._info.can_trim:
             raise InvalidWindow(
@@ -351,7 +359,7 @@ class SlotMemory:
 
     def can_go_back(self, slot: int, num_positions: int) -> bool:
         """Whether `trim` to as many positions as the slot holds, or fewer, is possible."""
-        return self._rollback.allows(slot, num_positions)
+        return self._is_edge(slot, num_positions) and self._rollback.allows(slot, num_positions)
 
     def return_points(self, slot: int) -> tuple[int, ...]:
         """Numbers of positions to which a slot with recurrent state can go back, ascending."""
@@ -365,12 +373,55 @@ class SlotMemory:
             least: Smallest number of positions.
             most: Largest number of positions, at most those that the slot holds.
         """
-        return self._rollback.latest(slot, least, most)
+        images = self.images(slot)
+        within = None if images is None or most == self._lengths[slot] else images.within(most)
+        if within is not None:
+            most = within.first_row
+        return self._rollback.latest(slot, least, most) if most >= least else None
 
     @property
     def num_checkpoint_bytes(self) -> int:
         """Size of the checkpoints of all slots."""
         return self._states.num_bytes
+
+    def images(self, slot: int) -> RowPositions | None:
+        """Positions of a slot's rows, and of those that may follow; None where each has its own number."""
+        positions = self._positions[slot]
+        return None if positions is TOKENS_ONLY else positions
+
+    def first_position(self, slot: int, row: int) -> int:
+        """The first position behind the rows of a slot before one: its own, if it is a token's."""
+        images = self.images(slot)
+        return row if images is None else images.end_of(row)
+
+    def num_alike(self, slot: int, positions: RowPositions) -> int:
+        """Number of first rows that a slot may hold of a sequence with these positions."""
+        held = self._positions[slot]
+        return self._lengths[slot] if held is None or held is positions else held.num_alike(positions)
+
+    def computes_alike(self, slot: int, num_rows: int, positions: RowPositions) -> bool:
+        """Whether what follows the first rows of a slot is computed as if they had been computed here.
+
+        Where layers attend to sliding windows, llama.cpp rounds a chunk that is computed at once otherwise
+        behind rows that were brought: these lie in other cells.
+        """
+        return not (self._info.has_windows and self._is_brought[slot] and positions.has_whole(num_rows))
+
+    def lay_out(self, slot: int, num_positions: int, positions: RowPositions) -> None:
+        """Drop all but the first positions of a slot, and set those of the rows that follow.
+
+        Args:
+            slot: The slot.
+            num_positions: Number of its first rows that stay; at most those of `num_alike`.
+            positions: Positions of these rows and the following ones.
+
+        Raises:
+            UncuttableModel: If it cannot go back to this position.
+        """
+        if self._positions[slot] is None:
+            self._positions[slot] = positions
+        self.trim(slot, num_positions)
+        self._positions[slot] = positions
 
     def trim(self, slot: int, num_positions: int) -> None:
         """Drop all but the first positions of a slot.
@@ -379,17 +430,28 @@ class SlotMemory:
             UncuttableModel: If it cannot go back to this position.
         """
         if self._lengths[slot] > num_positions:
+            if not self._is_edge(slot, num_positions):
+                raise UncuttableModel(
+                    f"slot {slot} cannot go back to position {num_positions}, within an image"
+                )
             self._rollback.restore(slot, num_positions)
             self._forget(slot, num_positions)
             self._rollback.drop(slot, num_positions)
             self._lengths[slot] = num_positions
+            self._is_brought[slot] = self._is_brought[slot] and num_positions > 0
 
-    def copy(self, source: int, slot: int, num_positions: int) -> None:
+    def copy(self, source: int, slot: int, num_positions: int, positions: RowPositions = TOKENS_ONLY) -> None:
         """Replace the content of a slot by the first positions of another.
 
         In a shared cache the two share the cells. Between separate caches llama.cpp copies all of it, before
         the next decode; recurrent cells are shared until then. Only where states hold rows in sliding windows
         all that the source holds is copied now, through memory.
+
+        Args:
+            source: The other slot.
+            slot: The slot.
+            num_positions: Number of positions.
+            positions: Positions of these rows, for a source to which they were brought.
 
         Raises:
             InvalidWindow: If a slot does not exist, or the source holds fewer positions.
@@ -412,6 +474,9 @@ class SlotMemory:
             self._write(slot, saved, f"slot {source}")
         self._rollback.copy(source, slot)
         self._lengths[slot] = self._lengths[source]
+        held = self._positions[source]
+        self._positions[slot] = positions if held is None else held
+        self._is_brought[slot] = self._is_brought[source]
         self.trim(slot, num_positions)
 
     def kv_rows(self, slot: int) -> KvRows:
@@ -496,6 +561,8 @@ class SlotMemory:
             saved = np.concatenate([saved, without_head(state)])
         self._write(slot, saved, "another stage")
         self._lengths[slot] = num_positions
+        self._positions[slot] = None
+        self._is_brought[slot] = True
         if state is not None:
             self._rollback.put(slot, num_positions, state)
 
@@ -511,6 +578,11 @@ class SlotMemory:
         if state is None and num_positions == self._lengths[slot]:
             state = self._states.read(slot)
         return None if state is None else state.copy()
+
+    def _is_edge(self, slot: int, num_positions: int) -> bool:
+        """Whether a slot can end there without a part of an image, or ends there anyway."""
+        images = self.images(slot)
+        return images is None or num_positions == self._lengths[slot] or images.within(num_positions) is None
 
     def _whole_rows(self, slot: int, rows: KvRows) -> KvRows:
         if (rows.start, rows.stop) != (0, self._lengths[slot]):
@@ -535,7 +607,8 @@ class SlotMemory:
             raise UncuttableModel("llama.cpp has yet to copy rows from slot to slot")
 
     def _forget(self, slot: int, start: int) -> None:
-        if not llama_cpp.llama_memory_seq_rm(self._memory, slot, start, -1):
+        position = self.first_position(slot, start)
+        if not llama_cpp.llama_memory_seq_rm(self._memory, slot, position, -1):
             raise UncuttableModel(
                 f"this model's memory cannot be trimmed to position {start}: recurrent state has no positions"
             )

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+from spanmesh_proto.row_ids import FIRST_ROW_ID
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -183,6 +185,11 @@ class Span:
             num_outputs=window.verify_rows,
             checkpoints=tuple(window.checkpoints),
         )
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether its ids are those of rows that are no tokens."""
+        return bool(self.tokens) and self.tokens[0] >= FIRST_ROW_ID
 
     @property
     def is_costly(self) -> bool:

@@ -6,8 +6,9 @@ import ctypes
 import functools
 import itertools
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import llama_cpp
 import numpy as np
@@ -33,10 +34,14 @@ from stages.runtime.slot_memory import SlotMemory
 from stages.runtime.spans import Span, SpanBatch, SpanBatches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+
+# Inlets that llama.cpp's graph reads embeddings from as they come.
+_INPUTS: Final = ("embd", "model.input_embed")
 
 
 class Batch:
@@ -46,19 +51,22 @@ class Batch:
         max_rows: Capacity.
         n_embd: Width of hidden states in, or None if token ids go in.
         has_both: Whether token ids go in beside hidden states.
-        num_parts: Parts of the position of a row, all but the last of which are the same here; those of token
-            ids have one.
+        num_parts: Parts of the position of a row; those of token ids have one.
+
+    Attributes:
+        width: As `n_embd`.
     """
 
     def __init__(
         self, max_rows: int, n_embd: int | None, *, has_both: bool = False, num_parts: int = 1
     ) -> None:
+        self.width = n_embd
         self._has_tokens = has_both or n_embd is None
         self._tokens = np.zeros(max_rows, np.int32)
         self._hidden = None if n_embd is None else np.zeros((max_rows, n_embd), np.float32)
-        self._num_parts = num_parts
-        self._positions = np.zeros(max_rows, np.int32)
-        self._parts = self._positions if num_parts == 1 else np.zeros(num_parts * max_rows, np.int32)
+        self._has_parts = num_parts > 1
+        self._parts = np.zeros((num_parts, max_rows), np.int32)
+        self._positions = np.zeros(num_parts * max_rows, np.int32) if self._has_parts else self._parts[0]
         self._num_slots_of_row = np.ones(max_rows, np.int32)
         self._slots = np.zeros(max_rows, np.int32)
         self._outputs = np.zeros(max_rows, np.int8)
@@ -70,7 +78,7 @@ class Batch:
             n_tokens=0,
             token=_pointer(self._tokens, ctypes.c_int32) if self._has_tokens else None,
             embd=None if self._hidden is None else _pointer(self._hidden, ctypes.c_float),
-            pos=_pointer(self._parts, ctypes.c_int32),
+            pos=_pointer(self._positions, ctypes.c_int32),
             n_seq_id=_pointer(self._num_slots_of_row, ctypes.c_int32),
             seq_id=ctypes.cast(self._slot_pointers, ctypes.POINTER(slot_pointer)),
             logits=_pointer(self._outputs, ctypes.c_int8),
@@ -87,10 +95,13 @@ class Batch:
         tokens: Sequence[int],
         hidden: NDArray[np.float32] | None,
         first_output: int,
+        *,
+        parts: NDArray[np.int32] | None = None,
     ) -> None:
         """Append rows of one slot; those from `first_output` on return an output.
 
-        Where hidden states go in, None stands for zeros.
+        Where hidden states go in, None stands for zeros. Without `parts`, int32 (4, rows), positions are
+        consecutive from `start` on, as those of tokens are.
         """
         first = self.struct.n_tokens
         stop = first + len(tokens)
@@ -98,7 +109,13 @@ class Batch:
             self._tokens[first:stop] = tokens
         if self._hidden is not None:
             self._hidden[first:stop] = 0 if hidden is None else hidden
-        self._positions[first:stop] = np.arange(start, start + len(tokens))
+        if parts is not None:
+            self._parts[:, first:stop] = parts[: len(self._parts)]
+        elif self._has_parts:
+            self._parts[:3, first:stop] = np.arange(start, start + len(tokens))
+            self._parts[3:, first:stop] = 0
+        else:
+            self._positions[first:stop] = np.arange(start, start + len(tokens))
         self._slots[first:stop] = slot
         self._outputs[first : first + first_output] = 0
         self._outputs[first + first_output : stop] = 1
@@ -106,11 +123,9 @@ class Batch:
 
     def lay_out(self) -> llama_cpp.llama_batch:
         """The batch for llama.cpp, which reads each part of all positions before the next one."""
-        num_rows = self.struct.n_tokens
-        if self._num_parts > 1:
-            parts = self._parts[: self._num_parts * num_rows].reshape(self._num_parts, num_rows)
-            parts[:-1] = self._positions[:num_rows]
-            parts[-1] = 0
+        if self._has_parts:
+            laid_out = self._parts[:, : self.struct.n_tokens].reshape(-1)
+            self._positions[: laid_out.size] = laid_out
         return self.struct
 
 
@@ -146,6 +161,9 @@ class RuntimeOptions:
     has_reader: bool = False
     """Whether the context of another model reads its KV cache, see `StageRuntime.add_reader`. llama.cpp then
     does not choose by itself how attention is computed, which has to be the same for both."""
+    most_at_once: int = 0
+    """Most rows that have to be computed at once, as of images whose rows see each other, see
+    `stages.runtime.row_positions`; 0 for no such rows."""
 
 
 class StageRuntime:
@@ -166,6 +184,7 @@ class StageRuntime:
     Attributes:
         info: Facts of the stage.
         memory: Positions that its slots hold.
+        input_width: Values of a row that goes in.
         decode_cpu_us: Processor time inside llama.cpp so far.
     """
 
@@ -224,18 +243,27 @@ class StageRuntime:
             pads_for_speed=self._numerics.pads_for_speed and self.info.can_trim,
             make_filler=self._filler,
         )
-        self._input_width: int = (
+        self.input_width: int = (
             llama_cpp.llama_model_n_embd_inp(self._model) if self.info.is_first else self.info.n_embd
         )
-        self._batch = Batch(self._numerics.max_rows, self.info.n_embd if self._takes_embeddings else None)
+        self._batch = Batch(
+            self._numerics.max_rows,
+            self.info.n_embd if self._takes_embeddings else None,
+            num_parts=num_position_parts(self._model) if self._takes_embeddings else 1,
+        )
         self._incoming = np.zeros(
-            (0 if not self._has_inlet else self._numerics.max_rows, self.info.n_embd), np.float32
+            (0 if not self._has_inlet else self.most_rows, self.info.n_embd), np.float32
         )
 
     @property
     def max_rows(self) -> int:
-        """Most rows of one batch."""
+        """Most rows of one batch, but for those that have to be computed at once."""
         return self._numerics.max_rows
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of any batch."""
+        return max(self._numerics.max_rows, self._options.most_at_once)
 
     @property
     def num_slots(self) -> int:
@@ -265,26 +293,34 @@ class StageRuntime:
         """
         rows = len(span.tokens)
         self.memory.check_slot(span.slot)
-        if not 1 <= rows <= self.max_rows:
-            raise InvalidWindow(f"a window has {rows} rows; this stage takes 1 to {self.max_rows}")
+        most = self.most_rows if self._is_whole(span) else self.max_rows
+        if not 1 <= rows <= most:
+            raise InvalidWindow(f"a window has {rows} rows; this stage takes 1 to {most}")
         self.memory.check(span)
         if not 0 <= span.num_outputs <= rows:
             raise InvalidWindow(f"{span.num_outputs} rows to verify in a window of {rows}")
         # Other stages do not use token ids.
         looks_up = self.info.is_first or self.info.is_tail or self._boundary.takes_tokens
-        may_be_rows = span.hidden is not None and not self._boundary.takes_tokens
+        if self._boundary.takes_tokens and span.is_rows:
+            raise InvalidWindow(
+                f"layers {self.info.layers} look up token ids again: rows that are no tokens do not pass them"
+            )
+        images = self.memory.images(span.slot) if span.is_rows else None
+        if images is not None and images.has_parts and num_position_parts(self._model) == 1:
+            raise InvalidWindow("an image has columns, but positions of this model have one part")
+        may_be_rows = span.hidden is not None
         stray = stray_id(span.tokens, self.info.n_vocab, may_be_rows=may_be_rows) if looks_up else None
         if stray is not None:
             raise InvalidWindow(f"token {stray} is outside the vocabulary of {self.info.n_vocab}")
         if self.info.is_first and span.hidden is None:
             return
-        if self.info.is_first and ends_on_rows(self._model):
+        if (self.info.is_first or span.is_rows) and ends_on_rows(self._model):
             raise InvalidWindow(
                 "llama.cpp takes token ids only of this model: its file has no parts of positions"
             )
-        if span.hidden is None or span.hidden.shape != (rows, self._input_width):
+        if span.hidden is None or span.hidden.shape != (rows, self.input_width):
             shape = None if span.hidden is None else span.hidden.shape
-            raise InvalidWindow(f"hidden states have shape {shape}; expected {(rows, self._input_width)}")
+            raise InvalidWindow(f"hidden states have shape {shape}; expected {(rows, self.input_width)}")
 
     def tap_features(self, layers: Collection[int]) -> tuple[int, ...]:
         """Set the layers whose outputs are features; returns those that this stage gives, in order.
@@ -317,12 +353,13 @@ class StageRuntime:
         for span in spans:
             self.check(span)
         num_rows = sum(len(span.tokens) for span in spans)
-        if num_rows > self.max_rows or len({span.slot for span in spans}) != len(spans):
+        most = num_rows if len(spans) == 1 else self.max_rows
+        if num_rows > most or len({span.slot for span in spans}) != len(spans):
             raise InvalidWindow(f"{num_rows} rows of {len(spans)} windows do not fit one batch")
         is_tapped = is_tapped and bool(self._feature_taps.layers)
         self._feature_taps.begin(are_wanted=is_tapped)
         outputs: dict[int, NDArray[np.float32]] = {}
-        for batch in itertools.chain.from_iterable(map(self._span_batches.divide, self._by_input(spans))):
+        for batch in itertools.chain.from_iterable(map(self._divide, self._by_input(spans))):
             begun_us = self.decode_cpu_us
             try:
                 computed = self._decode_batch(batch, is_tapped=is_tapped)
@@ -427,8 +464,12 @@ class StageRuntime:
         incoming = self._incoming[:num_rows] if self._has_inlet else None
         if self._tap is not None:
             self._tap.begin(incoming, is_tapped=is_tapped)
-        self._run(filled)
-        if incoming is not None and (self._tap is None or self._tap.num_given != num_rows):
+        if len(spans) == 1 and self._is_whole(spans[0]):
+            with self._seeing_all():
+                self._run(filled)
+        else:
+            self._run(filled)
+        if incoming is not None and not self._has_entered(spans[0], num_rows):
             raise UncuttableModel(
                 f"llama.cpp's graph has no tensor {self._boundary.inlet!r} of {num_rows} rows where hidden "
                 "states enter"
@@ -439,6 +480,27 @@ class StageRuntime:
         for span, padding in zip(spans, paddings, strict=True):
             self.memory.computed(span.slot, span.start + len(span.tokens), is_padded=padding > 0)
         return self._logits(batch) if self.info.is_tail else self._hidden_by_span(spans, paddings)
+
+    @contextmanager
+    def _seeing_all(self) -> Iterator[None]:
+        """Let rows of one batch attend to all of them: a switch of the context, for all that it computes."""
+        llama_cpp.llama_set_causal_attn(self._context, False)  # noqa: FBT003 - its only argument
+        try:
+            yield
+        finally:
+            llama_cpp.llama_set_causal_attn(self._context, True)  # noqa: FBT003 - likewise
+
+    def _has_entered(self, span: Span, num_rows: int) -> bool:
+        """Whether all rows have entered at the inlet."""
+        num_given = 0 if self._tap is None else self._tap.num_given
+        # Where nothing is done with an embedding, rows that go in as such are the tensor itself, and no node.
+        is_input = span.is_rows and self._boundary.inlet in _INPUTS and not self._scales_embedding
+        return num_given == num_rows or (is_input and num_given == 0)
+
+    @functools.cached_property
+    def _scales_embedding(self) -> bool:
+        architecture = read_metadata(self._model, "general.architecture")
+        return float(read_metadata(self._model, f"{architecture}.embedding_scale") or 0) != 0
 
     def _read_boundary(self) -> GraphBoundary:
         if self._options.observe_as is not None:
@@ -456,14 +518,14 @@ class StageRuntime:
 
     def _make_tap(self) -> StopTap | LayerTap | None:
         if not self.info.is_tail:
-            return make_stop_tap(len(self.info.layers) - 1, self._boundary, self._numerics.max_rows)
+            return make_stop_tap(len(self.info.layers) - 1, self._boundary, self.most_rows)
         if self._options.observe_layers:
             return LayerTap(self._options.observe_layers, self._boundary, stop=False)
         if self._has_inlet:
-            return make_stop_tap(None, self._boundary, self._numerics.max_rows)
+            return make_stop_tap(None, self._boundary, self.most_rows)
         try:
             # For features. The tap in Python would slow every decode.
-            return StopTap(None, self._boundary, self._numerics.max_rows)
+            return StopTap(None, self._boundary, self.most_rows)
         except (ImportError, OSError, AttributeError):
             return None
 
@@ -527,7 +589,7 @@ class StageRuntime:
         With caches of their own it takes the same number of each sequence, and graphs of some recurrent
         models (kimi-linear in llama-cpp-python 0.3.36) abort where that leaves a rest.
         """
-        most, num_slots = self._numerics.max_rows, self._options.num_slots
+        most, num_slots = self.most_rows, self._options.num_slots
         if self.info.can_trim or self._numerics.has_shared_cache:
             return most
         return -(-most // num_slots) * num_slots
@@ -539,22 +601,43 @@ class StageRuntime:
         return Span(slot, self.memory.length(slot), [0] * num_rows, hidden, num_outputs)
 
     def _by_input(self, spans: Sequence[Span]) -> Iterable[Sequence[Span]]:
-        """The spans, at the first stage those that bring rows apart: llama.cpp takes ids or rows."""
-        if not self.info.is_first or all(span.hidden is None for span in spans):
+        """The spans by what llama.cpp takes together: ids, or rows; and alone what is computed at once."""
+        if not self._any_rows(spans):
             return (spans,)
-        with_ids = [span for span in spans if span.hidden is None]
-        with_rows = [span for span in spans if span.hidden is not None]
-        return filter(None, (with_ids, with_rows))
+        whole = [[span] for span in spans if self._is_whole(span)]
+        divided = [span for span in spans if not self._is_whole(span)]
+        if self._takes_embeddings:
+            return filter(None, (divided, *whole))
+        with_ids = [span for span in divided if not self._brings_rows(span)]
+        with_rows = [span for span in divided if self._brings_rows(span)]
+        return filter(None, (with_ids, with_rows, *whole))
+
+    def _divide(self, spans: Sequence[Span]) -> Iterable[SpanBatch]:
+        """Spans of one kind of input, in batches."""
+        return (SpanBatch(spans, [0]),) if self._is_whole(spans[0]) else self._span_batches.divide(spans)
+
+    def _any_rows(self, spans: Sequence[Span]) -> bool:
+        """Whether rows of any go in as rows."""
+        return any(map(self._brings_rows, spans))
+
+    def _brings_rows(self, span: Span) -> bool:
+        """Whether its rows go in as rows: at the first stage in place of ids, at others as an embedding."""
+        return span.is_rows or (self.info.is_first and span.hidden is not None)
+
+    def _is_whole(self, span: Span) -> bool:
+        """Whether its rows are computed at once, each of which sees all."""
+        images = self.memory.images(span.slot)
+        return images is not None and images.is_whole(span.start)
 
     @functools.cached_property
     def _row_batch(self) -> Batch:
-        """Batch of rows at the first stage."""
-        return Batch(self._numerics.max_rows, self._input_width, num_parts=num_position_parts(self._model))
+        """Batch of rows that go in as an embedding."""
+        width = llama_cpp.llama_model_n_embd_inp(self._model)
+        return Batch(self.most_rows, width, num_parts=num_position_parts(self._model))
 
     def _fill(self, batch: SpanBatch) -> Batch:
         """The rows of a batch for llama.cpp."""
-        brings_rows = self.info.is_first and any(span.hidden is not None for span in batch.spans)
-        filled = self._row_batch if brings_rows else self._batch
+        filled = self._row_batch if self._any_rows(batch.spans) else self._batch
         filled.clear()
         looks_up = self.info.is_first or self._boundary.takes_tokens
         for span, padding in zip(batch.spans, batch.paddings, strict=True):
@@ -566,10 +649,19 @@ class StageRuntime:
                 self._incoming[first + rows : first + rows + padding] = 0
             # Unused token ids may be beyond the file's placeholder vocabulary.
             tokens = span.tokens if looks_up else [0] * rows
-            filled.add(span.slot, span.start, tokens, span.hidden, first_output)
+            images = self.memory.images(span.slot)
+            parts = images.parts(span.start, rows) if images is not None and self._brings_rows(span) else None
+            hidden = span.hidden
+            if self._has_inlet and hidden is not None and hidden.shape[1] != filled.width:
+                # Several streams: what goes in at the inlet is no embedding.
+                hidden = None
+            start = self.memory.first_position(span.slot, span.start)
+            filled.add(span.slot, start, tokens, hidden, first_output, parts=parts)
             if padding:
                 no_output = padding if self.info.is_tail and not batch.pads_logits(span) else 0
-                filled.add(span.slot, span.start + rows, [0] * padding, None, no_output)
+                # Behind all rows, from where it is dropped.
+                start = self.memory.first_position(span.slot, span.start + rows)
+                filled.add(span.slot, start, [0] * padding, None, no_output)
         return filled
 
     def _run(self, filled: Batch) -> None:

@@ -7,12 +7,15 @@ from typing import Final
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidRequest, InvalidWindow
-from spanmesh_proto.row_ids import stray_id
+from spanmesh_proto.image_chunk import ImageChunk
+from spanmesh_proto.row_ids import has_rows, stray_id
 from stages.grammar.gbnf_parser import MAX_GRAMMAR_BYTES, refusal
+from stages.runtime.row_positions import TOKENS_ONLY, RowPositions
 from stages.sampling.sampler import MAX_TOP_LOGPROBS, SamplingParams
 
-# Fields of `SamplingParams` that its message has by the same names.
+# Fields of `SamplingParams` that its message has by the same names, and of `ImageChunk`.
 _SCALARS: Final = tuple(each.name for each in fields(SamplingParams) if each.name != "logit_bias")
+_OF_CHUNK: Final = tuple(each.name for each in fields(ImageChunk))
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class SessionSpec:
     """Id of the fetch that has read the cached prefix from disk at every stage; 0 for none."""
     client: bytes = b""
     """Digest of its client; empty where the API is open."""
+    positions: RowPositions = TOKENS_ONLY
+    """Positions of its rows."""
 
     def __post_init__(self) -> None:
         if self.num_top_logprobs is not None and not 0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS:
@@ -105,6 +110,7 @@ class SessionSpec:
             grammar=self.grammar or "",
             fetch=self.fetch,
             client=self.client,
+            images=map(chunk_to_wire, self.positions.chunks),
         )
 
     @classmethod
@@ -113,6 +119,7 @@ class SessionSpec:
 
         Raises:
             InvalidRequest: If a value is out of its range.
+            InvalidWindow: If images do not fit the prompt, or one another.
         """
         sampling = message.sampling
         if len(sampling.bias_tokens) != len(sampling.biases):
@@ -120,6 +127,19 @@ class SessionSpec:
                 f"logit_bias names {len(sampling.bias_tokens)} tokens and {len(sampling.biases)} biases",
                 param="logit_bias",
             )
+        positions = TOKENS_ONLY
+        if message.images:
+            positions = RowPositions(
+                tuple(ImageChunk(*(getattr(each, name) for name in _OF_CHUNK)) for each in message.images)
+            )
+            if positions.chunks[-1].stop > message.num_prompt_tokens:
+                raise InvalidWindow(
+                    f"an image ends at row {positions.chunks[-1].stop} of a prompt of "
+                    f"{message.num_prompt_tokens}"
+                )
+        cached = tuple(message.cached_tokens)
+        if message.images or has_rows(cached):
+            positions.check_prefix(cached)
         return cls(
             message.session,
             message.slot,
@@ -129,10 +149,16 @@ class SessionSpec:
             ),
             message.num_prompt_tokens,
             message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
-            tuple(message.cached_tokens),
+            cached,
             message.source_slot,
             Resumed(message.resumed_session, message.num_resumed),
             message.grammar or None,
             message.fetch,
             message.client,
+            positions,
         )
+
+
+def chunk_to_wire(chunk: ImageChunk) -> wire.ImageChunk:
+    """The message of a chunk."""
+    return wire.ImageChunk(**{name: getattr(chunk, name) for name in _OF_CHUNK})

@@ -10,6 +10,7 @@ import structlog
 from spanmesh_proto.errors import MeshError
 from stages.runtime.assistant import Assistant
 from stages.serving.feature_outlet import FeatureOutlet
+from stages.serving.image_input import ImageInput
 from stages.serving.kv_disk import KvDisk
 from stages.serving.kv_replication import Replication, pause_s
 from stages.serving.tail_drafts import TailDrafts
@@ -51,6 +52,7 @@ def plugs_of(
     yield FeatureOutlet(runtime)
     yield Replication(identity, options.pause_s)
     yield KvDisk(options.open_store)
+    yield ImageInput(runtime)
     if options.assistant is not None:
         yield TailDrafts(runtime, options.assistant)
 

@@ -123,8 +123,11 @@ class StagePlug:
     def input_of(self, window: wire.Window) -> NDArray[np.float32] | None:
         """Rows that enter the first stage in place of a window's ids, float32 (rows, n_embd); None for none.
 
-        They are computed apart from other windows, and ids of theirs need not be those of tokens, see
-        `spanmesh_proto.row_ids`. Must not raise: ids without rows fail their session alone.
+        Asked of windows that bring rows, or whose ids are no tokens', see `spanmesh_proto.row_ids`. They are
+        computed apart from other windows. Ids without rows fail their session alone.
+
+        Raises:
+            MeshError: If the window is invalid.
         """
 
     def arriving(self, bundle: wire.WindowBundle) -> Mapping[tuple[int, int], tuple[Any, ...]]:

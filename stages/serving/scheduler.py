@@ -10,10 +10,13 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from stages.runtime.row_positions import TOKENS_ONLY
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from spanmesh_proto import windows_pb2 as wire
+    from stages.runtime.row_positions import RowPositions
     from stages.runtime.slot_memory import Prefix
     from stages.runtime.spans import Span
     from stages.sampling.verifier import WindowVerifier
@@ -112,6 +115,8 @@ class SlotAssigned:
     """Number of positions that `slot` may hold from before a recovery."""
     brought: Prefix | None = None
     """The prefix as a plug has brought it; None if it has to be in a slot."""
+    positions: RowPositions = TOKENS_ONLY
+    """Positions of the session's rows."""
 
     def follows(self, window: QueuedWindow) -> bool:
         """Whether an earlier window computes part of the prefix, here or at a later stage."""
@@ -357,7 +362,8 @@ class WindowScheduler:
         for window in self._waiting:
             is_next = window.session not in sessions and not window.is_chunk
             is_next = is_next and (not taken or window.bundle == taken[0].bundle)
-            if is_next and len(window.span.tokens) <= rows_left:
+            # What fits no batch with others goes alone.
+            if is_next and (len(window.span.tokens) <= rows_left or not taken):
                 rows_left -= len(window.span.tokens)
                 taken.append(window)
                 sessions.add(window.session)

@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import InvalidWindow, UnknownSession
+from spanmesh_proto.row_ids import has_rows
+from stages.runtime.row_positions import TOKENS_ONLY
 from stages.sampling.session_spec import NOTHING_RESUMED
 
 if TYPE_CHECKING:
+    from spanmesh_proto import windows_pb2 as wire
+    from stages.runtime.row_positions import RowPositions
     from stages.sampling.session_spec import Resumed
     from stages.sampling.verifier import WindowVerifier
 
@@ -30,6 +34,19 @@ class StageSession:
     """Windows of a lower epoch are void."""
     num_resumed: int = 0
     """First positions that its slot may hold from before a recovery."""
+    positions: RowPositions = TOKENS_ONLY
+    """Positions of its rows."""
+
+    def brings_rows(self, window: wire.Window) -> bool:
+        """Whether a window has rows that are no tokens.
+
+        Raises:
+            InvalidWindow: If the session has tokens there, or the opposite.
+        """
+        has_ids = has_rows(window.tokens)
+        if has_ids or self.positions is not TOKENS_ONLY:
+            self.positions.check(window.start, window.tokens)
+        return has_ids or bool(window.rows)
 
 
 @dataclass
@@ -49,7 +66,12 @@ class SessionTable:
         return len(self._open)
 
     def open(
-        self, session: int, slot: int, verifier: WindowVerifier, resumed: Resumed = NOTHING_RESUMED
+        self,
+        session: int,
+        slot: int,
+        verifier: WindowVerifier,
+        resumed: Resumed = NOTHING_RESUMED,
+        positions: RowPositions = TOKENS_ONLY,
     ) -> StageSession:
         """Assign the slot to the session; the slot's former session ends.
 
@@ -61,6 +83,7 @@ class SessionTable:
             slot: The slot.
             verifier: Its verifier.
             resumed: Former id and positions; valid only if the slot was that session's last.
+            positions: Positions of its rows.
 
         Raises:
             InvalidWindow: If there is no such slot.
@@ -71,7 +94,7 @@ class SessionTable:
         if evicted is not None:
             self.close(evicted)
         num_resumed = resumed.num_positions if resumed.session == self._latest.get(slot) else 0
-        entry = StageSession(session, slot, verifier, num_resumed=num_resumed)
+        entry = StageSession(session, slot, verifier, num_resumed=num_resumed, positions=positions)
         self._latest[slot] = session
         if session not in self._closed:
             self._open[session] = entry

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spanmesh_proto.errors import MeshError, PrefixMismatch, UncuttableModel
+from stages.runtime.row_positions import TOKENS_ONLY
 from stages.sampling.verifier import TokenRecord
 from stages.serving.sent_rows import SentHiddenStates
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from stages.runtime.row_positions import RowPositions
     from stages.runtime.slot_memory import Prefix
     from stages.runtime.spans import Span
     from stages.runtime.stage_runtime import StageRuntime
@@ -140,6 +142,7 @@ class KvSlots:
         sent_row_bytes: int,
         *,
         brought: Prefix | None = None,
+        positions: RowPositions = TOKENS_ONLY,
     ) -> None:
         """Prepare a slot with a session's cached prefix, and nothing else.
 
@@ -154,50 +157,64 @@ class KvSlots:
                 may be the session's from before a recovery, which `num_same` checks.
             sent_row_bytes: Current size of a row of hidden states.
             brought: The prefix as a plug has brought it; None if it has to be in a slot.
+            positions: Positions of the session's rows.
 
         Raises:
             PrefixMismatch: If nothing was brought, and no slot holds these tokens and can go back to their
                 end; or if llama.cpp does not take the rows.
         """
         self._note_begin(slot, len(cached))
+        num_cached = len(cached)
         if brought is not None and brought.serves(cached):
             # Even if the slot holds these tokens: it may be unable to go back to their end, or hold rows that
             # were computed in another ring and are not those of the blocks' identities.
-            self._put(slot, brought, len(cached))
-            return
-        num_kept = self._return_point(slot, cached, num_resumed, sent_row_bytes)
-        if num_kept is not None:
-            self.trim(slot, num_kept)
-            self._note_begin(slot, num_kept)
-        elif source != slot and self._can_begin_as(source, cached):
-            self._copy(source, slot, len(cached))
+            self._put(slot, brought)
+            num_kept = num_cached if self.memory.computes_alike(slot, num_cached, positions) else None
         else:
+            num_kept = self._return_point(slot, cached, num_resumed, sent_row_bytes, positions)
+            if num_kept is None and source != slot and self._can_begin_as(source, cached, positions):
+                self._copy(source, slot, num_cached, positions)
+                num_kept = num_cached
+        if num_kept is None:
             raise PrefixMismatch(
-                f"a session begins in slot {slot} with {len(cached)} cached tokens of slot {source}, which "
-                f"{self._lack(source, cached)}: compute them again"
+                f"a session begins in slot {slot} with {num_cached} cached tokens of slot {source}, which "
+                f"{self._lack(source, cached, positions)}: compute them again"
             )
+        self.memory.lay_out(slot, num_kept, positions)
+        self.trim(slot, num_kept)
+        self._note_begin(slot, num_kept)
 
-    def _can_begin_as(self, slot: int, cached: Sequence[int]) -> bool:
-        """Whether a slot holds these first tokens, and can go back to their end."""
+    def _can_begin_as(self, slot: int, cached: Sequence[int], positions: RowPositions) -> bool:
+        """Whether a slot holds these first tokens, and a session can go on from their end."""
         num_cached = len(cached)
-        is_held = self.tokens.num_same(slot, 0, cached) == num_cached
-        return is_held and self.memory.can_go_back(slot, num_cached)
+        is_held = self._num_alike(slot, cached, positions) == num_cached
+        can_go_on = self.memory.can_go_back(slot, num_cached)
+        return is_held and can_go_on and self.memory.computes_alike(slot, num_cached, positions)
 
-    def _lack(self, slot: int, cached: Sequence[int]) -> str:
+    def _num_alike(self, slot: int, cached: Sequence[int], positions: RowPositions) -> int:
+        """Number of the cached rows that a slot holds, with these positions."""
+        num_same = self.tokens.num_same(slot, 0, cached)
+        return min(num_same, self.memory.num_alike(slot, positions)) if num_same else 0
+
+    def _lack(self, slot: int, cached: Sequence[int], positions: RowPositions) -> str:
         """Reason why a session cannot begin with these tokens of a slot, for a message."""
         num_same = self.tokens.num_same(slot, 0, cached)
         if num_same < len(cached):
             return f"has only the first {num_same} of them"
+        if (num_alike := self._num_alike(slot, cached, positions)) < len(cached):
+            return f"has rows that are no tokens elsewhere, behind the first {num_alike}"
+        if not self.memory.computes_alike(slot, len(cached), positions):
+            return "was brought, and behind it follow rows that sliding windows over it would round otherwise"
         if self.runtime.info.can_trim:
             return "lacks rows in sliding windows before their end"
         points = list(self.memory.return_points(slot))
         return f"can go back to positions {points} only, with recurrent state"
 
-    def _copy(self, source: int, slot: int, num_positions: int) -> None:
+    def _copy(self, source: int, slot: int, num_positions: int, positions: RowPositions) -> None:
         """Replace the content of a slot by the first positions of another."""
         self.trim(slot, 0)
         try:
-            self.memory.copy(source, slot, num_positions)
+            self.memory.copy(source, slot, num_positions, positions)
         except (MeshError, MemoryError) as error:
             raise PrefixMismatch(
                 f"{num_positions} positions of slot {source} cannot be copied to slot {slot}, so they are "
@@ -210,8 +227,8 @@ class KvSlots:
         for listener in self.tokens.listeners:
             listener.began(slot, num_positions)
 
-    def _put(self, slot: int, brought: Prefix, num_positions: int) -> None:
-        """Replace the content of a slot by the first positions of a prefix that a plug has brought."""
+    def _put(self, slot: int, brought: Prefix) -> None:
+        """Replace the content of a slot by a prefix that a plug has brought."""
         self.trim(slot, 0)
         try:
             brought.put_into(self.memory, slot)
@@ -221,10 +238,14 @@ class KvSlots:
                 f"computed: {error}"
             ) from error
         self.tokens.write(slot, 0, brought.tokens.tolist())
-        self.trim(slot, num_positions)
 
     def _return_point(
-        self, slot: int, cached: Sequence[int], num_resumed: int, sent_row_bytes: int
+        self,
+        slot: int,
+        cached: Sequence[int],
+        num_resumed: int,
+        sent_row_bytes: int,
+        positions: RowPositions,
     ) -> int | None:
         """Number of a slot's positions that a session goes on from: as many as may be the session's.
 
@@ -233,19 +254,25 @@ class KvSlots:
         than the cached ones, or cannot go back to a position at their end or behind it.
         """
         num_cached = len(cached)
-        if self.tokens.num_same(slot, 0, cached) < num_cached:
+        if self._num_alike(slot, cached, positions) < num_cached:
             return None
-        num_positions = min(max(num_cached, num_resumed), self.tokens.length(slot))
+        num_positions = min(
+            max(num_cached, num_resumed), self.tokens.length(slot), self.memory.num_alike(slot, positions)
+        )
         info = self.runtime.info
         if not (info.can_trim or info.is_tail):
             num_positions = min(num_positions, max(num_cached, self.sent.num_rows(slot, sent_row_bytes)))
-        return self.memory.latest_return(slot, num_cached, num_positions)
+        found = self.memory.latest_return(slot, num_cached, num_positions)
+        if found and not self.memory.computes_alike(slot, found, positions):
+            return None if num_cached else 0
+        return found
 
     def num_reusable(self, span: Span, most: int, sent_row_bytes: int) -> int:
         """Number of first rows of a resumed session's window that need not be computed.
 
-        The slot holds them, and what was sent for them is there. With recurrent state they end where the slot
-        can go back to, unless they are all of the window's rows.
+        The slot holds them, and what was sent for them is there. They end where the slot can go back to,
+        unless they are all of the window's rows: with recurrent state, or within rows that are no tokens,
+        not everywhere.
 
         Args:
             span: Rows of the window.
@@ -261,14 +288,15 @@ class KvSlots:
         if num_held and not self.runtime.info.is_tail:
             # Those of the session that sent least recently are dropped when others need the room.
             num_held = min(num_held, max(0, self.sent.num_rows(slot, sent_row_bytes) - start))
-        if self.runtime.info.can_trim or num_held == len(span.tokens):
+        if num_held == len(span.tokens) or self.memory.can_go_back(slot, start + num_held):
             return num_held
         stop = self.memory.latest_return(slot, start, start + num_held)
         if stop is None:
             points = list(self.memory.return_points(slot))
             raise PrefixMismatch(
-                f"slot {slot} holds {num_held} rows of a resumed session from position {start} on, and with "
-                f"recurrent state it cannot compute the next one: it can go back to {points} only"
+                f"slot {slot} holds {num_held} rows of a resumed session from position {start} on, and "
+                "cannot compute the next: for recurrent state or rows that are no tokens "
+                f"it can go back to {points} only"
             )
         return stop - start
 

@@ -90,7 +90,7 @@ class StageEngine:
         self._asked: set[asyncio.Future[Any]] = set()
         self._loop = asyncio.get_running_loop()
         self._info = runtime.info
-        self._max_rows = runtime.max_rows
+        self._most_rows = runtime.most_rows
         self._most_queued = _MOST_QUEUED_PER_SLOT * runtime.num_slots
         self._on_verdicts = on_verdicts
         self._on_reply = on_reply
@@ -135,7 +135,7 @@ class StageEngine:
             if self._info.is_tail:
                 spec.require_vocabulary(self._info.n_vocab)
             verifier = WindowVerifier.of(spec, self._grammars)
-            session = self.sessions.open(spec.session, spec.slot, verifier, spec.resumed)
+            session = self.sessions.open(spec.session, spec.slot, verifier, spec.resumed, spec.positions)
             num_resumed = session.num_resumed
             if num_resumed:
                 log.info(
@@ -147,7 +147,15 @@ class StageEngine:
             found = (plug.opened(spec) for plug in self._plugs)
             brought = next((prefix for prefix in found if prefix is not None), None)
             self._scheduler.change(
-                SlotAssigned(session.id, spec.source_slot, session.slot, spec.cached, num_resumed, brought)
+                SlotAssigned(
+                    session.id,
+                    spec.source_slot,
+                    session.slot,
+                    spec.cached,
+                    num_resumed,
+                    brought,
+                    spec.positions,
+                )
             )
             # After the windows that compute what a later stage is to copy.
             pass_on = self.from_worker(self._pass_on)
@@ -171,12 +179,13 @@ class StageEngine:
         queued = []
         first_row = 0
         for window in bundle.windows:
-            session = self._admit(window)
-            if session is not None:
+            admitted = self._admit(window)
+            if admitted is not None:
+                session, rows = admitted
                 queued.append(
                     QueuedWindow(
                         message=window,
-                        span=Span.of(session.slot, window, self._input_of(window)),
+                        span=Span.of(session.slot, window, rows),
                         hidden=hidden,
                         first_row=first_row,
                         verifier=session.verifier,
@@ -199,30 +208,38 @@ class StageEngine:
             self._scheduler.put(*queued)
 
     def _input_of(self, window: wire.Window) -> NDArray[np.float32] | None:
-        """Rows that a plug gives the first stage; None for ids, and for rows of the stage before."""
+        """Rows that a plug gives the first stage; None for none, and for those of the stage before.
+
+        Raises:
+            MeshError: If a plug refuses the window.
+        """
         if not self._info.is_first:
             return None
         found = (plug.input_of(window) for plug in self._plugs)
         return next((rows for rows in found if rows is not None), None)
 
-    def _admit(self, window: wire.Window) -> StageSession | None:
-        """The session of a window that can be queued; None if it has ended, or the failure was reported."""
+    def _admit(self, window: wire.Window) -> tuple[StageSession, NDArray[np.float32] | None] | None:
+        """The session of a window that can be queued, and rows that a plug gives in place of its ids.
+
+        None if it has ended, or the failure was reported.
+        """
         try:
             session = self.sessions.admit(window.session, window.epoch)
             if session is None:
                 self._scheduler.num_dropped += 1
                 return None
-            if len(window.tokens) > self._max_rows:
+            if len(window.tokens) > self._most_rows:
                 # No batch has room for it, so it would wait forever.
                 raise InvalidWindow(
-                    f"a window has {len(window.tokens)} rows; this stage takes {self._max_rows}"
+                    f"a window has {len(window.tokens)} rows; this stage takes {self._most_rows}"
                 )
+            brings_rows = session.brings_rows(window)
             if len(self._scheduler) >= self._most_queued:
                 raise InvalidWindow(f"{self._most_queued} windows wait at this stage: it takes no more")
+            return session, self._input_of(window) if brings_rows else None
         except MeshError as error:
             self._report([_failure(window.session, window.epoch, window.id, error)])
             return None
-        return session
 
     def take_vocabulary(self, vocabulary: wire.Vocabulary) -> None:
         """Store the vocabulary for grammars, at the tail.

@@ -208,6 +208,7 @@ class StageWorker(threading.Thread):
                 assigned.num_resumed,
                 self.sent_row_bytes,
                 brought=assigned.brought,
+                positions=assigned.positions,
             )
         except Exception as raised:  # noqa: BLE001 - the emptied slot is known whatever it was
             # The slot holds another session's rows: no window may use them.

@@ -15,6 +15,7 @@ from mesh.coordinator.checkpoint_plan import CheckpointPlug
 from mesh.coordinator.disk_prefixes import DiskPlug
 from mesh.coordinator.feature_plug import FeaturePlug
 from mesh.coordinator.feature_store import FeatureNeeds
+from mesh.coordinator.image_plug import ImagePlug
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
 from mesh.options.model import ModelOptions
@@ -22,6 +23,7 @@ from speculative.controller import ControllerOptions
 from stages.sampling.sampler import Sampler, SamplingParams
 from stages.serving import composition as of_stage
 from stages.serving.feature_outlet import FeatureOutlet
+from stages.serving.image_input import ImageInput
 from stages.serving.kv_disk import KvDisk
 from stages.serving.kv_replication import Replication
 from tests.mesh.placement.test_planner import model as made_up_model
@@ -42,7 +44,7 @@ CORE = (
     *("stages/serving/scheduler.py", "stages/serving/server.py", "stages/serving/sessions.py"),
     *("stages/serving/slots.py", "stages/serving/stage_engine.py", "stages/serving/worker.py"),
 )
-FEATURES = re.compile(r"feature|disk|replica|checkpoint|eagle|mtp", re.IGNORECASE)
+FEATURES = re.compile(r"feature|disk|replica|checkpoint|eagle|mtp|image|picture", re.IGNORECASE)
 PROMPT = tuple(range(3, 43))
 NUM_TOKENS, NUM_CHECKPOINTS = 60, 3
 WANTED = plain_answer(PROMPT, NUM_TOKENS, Sampler(SamplingParams()).sample)
@@ -125,10 +127,12 @@ def leave_out(place: str, plugs_of: PlugsOf, plug: type[object], monkeypatch: py
     [
         (OF_COORDINATOR, of_coordinator.plugs_of, DiskPlug),
         (OF_COORDINATOR, of_coordinator.plugs_of, FeaturePlug),
+        (OF_COORDINATOR, of_coordinator.plugs_of, ImagePlug),
         (OF_COORDINATOR, of_coordinator.plugs_of, object),
         (OF_STAGE, of_stage.plugs_of, FeatureOutlet),
         (OF_STAGE, of_stage.plugs_of, Replication),
         (OF_STAGE, of_stage.plugs_of, KvDisk),
+        (OF_STAGE, of_stage.plugs_of, ImageInput),
         (OF_STAGE, of_stage.plugs_of, object),
     ],
 )

@@ -15,6 +15,7 @@ import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow, UncuttableModel
 from stages.runtime.kv_state import KvRows
+from stages.runtime.row_positions import TOKENS_ONLY, RowPositions
 from tests.support.fake_stage import Cell, FakeMemory, FakeRuntime
 
 if TYPE_CHECKING:
@@ -87,9 +88,9 @@ class FakeRecurrentMemory(FakeMemory):
         self._copies[slot] = {position: state for position, state in copies.items() if position <= start}
         super().trim(slot, start)
 
-    def copy(self, source: int, slot: int, num_positions: int) -> None:
+    def copy(self, source: int, slot: int, num_positions: int, positions: RowPositions = TOKENS_ONLY) -> None:
         self._states[slot], self._copies[slot] = self._states[source], dict(self._copies[source])
-        super().copy(source, slot, num_positions)
+        super().copy(source, slot, num_positions, positions)
 
     def checkpoint(self, slot: int, most_positions: int) -> tuple[int, NDArray[np.uint8]] | None:
         positions = [each for each in self._copies[slot] if each <= most_positions]

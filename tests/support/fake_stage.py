@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spanmesh_proto import windows_pb2 as wire
-from spanmesh_proto.errors import InvalidWindow
+from spanmesh_proto.errors import InvalidWindow, UncuttableModel
 from stages.layers import LayerRange
 from stages.runtime.kv_state import KvRows
 from stages.runtime.loaded_model import StageInfo
+from stages.runtime.row_positions import TOKENS_ONLY, RowPositions
 from stages.runtime.spans import Span, run_around
 
 if TYPE_CHECKING:
@@ -77,17 +78,46 @@ class FakeMemory:
         self.forgotten_trims: frozenset[int] = frozenset()
         self.num_trims = 0
         self._lengths = [len(poison)] * num_slots
+        self._positions: list[RowPositions | None] = [TOKENS_ONLY] * num_slots
+
+    def images(self, slot: int) -> RowPositions:
+        return self._positions[slot] or TOKENS_ONLY
+
+    def num_alike(self, slot: int, positions: RowPositions) -> int:
+        held = self._positions[slot]
+        return self._lengths[slot] if held is None else held.num_alike(positions)
+
+    def computes_alike(self, slot: int, num_rows: int, positions: RowPositions) -> bool:
+        del slot, num_rows, positions
+        return True
+
+    def lay_out(self, slot: int, num_positions: int, positions: RowPositions) -> None:
+        if self._positions[slot] is None:
+            self._positions[slot] = positions
+        self.trim(slot, num_positions)
+        self._positions[slot] = positions
+
+    def is_edge(self, slot: int, num_positions: int) -> bool:
+        return num_positions == self._lengths[slot] or self.images(slot).within(num_positions) is None
 
     def length(self, slot: int) -> int:
         return self._lengths[slot]
 
     def can_go_back(self, slot: int, num_positions: int) -> bool:
-        return 0 <= num_positions <= self._lengths[slot]
+        return 0 <= num_positions <= self._lengths[slot] and self.is_edge(slot, num_positions)
+
+    def return_points(self, slot: int) -> tuple[int, ...]:
+        return tuple(sorted({0, self._lengths[slot]}))
 
     def latest_return(self, slot: int, least: int, most: int) -> int | None:
-        return next((each for each in (most, least) if self.can_go_back(slot, each)), None)
+        points = (each for each in range(most, least - 1, -1) if self.can_go_back(slot, each))
+        return next(points, None)
 
     def check(self, span: Span) -> None:
+        if positions := self.images(span.slot):
+            positions.check(span.start, span.tokens)
+        if not self.can_go_back(span.slot, min(span.start, self._lengths[span.slot])):
+            raise InvalidWindow(f"a window starts at position {span.start}, within an image")
         if span.start > self._lengths[span.slot]:
             raise InvalidWindow(
                 f"a window starts at position {span.start}, but slot {span.slot} ends at "
@@ -105,16 +135,19 @@ class FakeMemory:
     def trim(self, slot: int, start: int) -> None:
         if self._lengths[slot] <= start:
             return
+        if not self.is_edge(slot, start):
+            raise UncuttableModel(f"slot {slot} cannot go back to position {start}, within an image")
         if self.num_trims not in self.forgotten_trims:
             self.cells[slot] = [cell for cell in self.cells[slot] if cell.position < start]
         self.num_trims += 1
         self._lengths[slot] = start
 
-    def copy(self, source: int, slot: int, num_positions: int) -> None:
+    def copy(self, source: int, slot: int, num_positions: int, positions: RowPositions = TOKENS_ONLY) -> None:
         if num_positions > self._lengths[source]:
             raise InvalidWindow(f"slot {source} holds {self._lengths[source]} positions, not {num_positions}")
         self.cells[slot] = list(self.cells[source])
         self._lengths[slot] = self._lengths[source]
+        self._positions[slot] = self._positions[source] or positions
         self.trim(slot, num_positions)
 
     def num_kv_bytes(self, slot: int) -> int:
@@ -133,6 +166,7 @@ class FakeMemory:
         if rows.start > self._lengths[slot]:
             raise InvalidWindow(f"rows from {rows.start} on for a slot that ends at {self._lengths[slot]}")
         self.trim(slot, rows.start)
+        self._positions[slot] = None
         values = np.frombuffer(rows.to_bytes(), "<i8", offset=16 + 12 * len(rows) + 20)
         self.add(slot, rows.start, values.tolist())
 
@@ -164,6 +198,8 @@ class FakeRuntime:
     """
 
     max_rows = 16
+    most_rows = 48
+    input_width = 1
     computes_runs = False
 
     def __init__(
@@ -199,9 +235,17 @@ class FakeRuntime:
 
     def check(self, span: Span) -> None:
         self.memory.check(span)
-        if span.start + len(span.tokens) > self.ctx_size or len(span.tokens) > self.max_rows:
+        is_whole = self.memory.images(span.slot).is_whole(span.start)
+        most = self.most_rows if is_whole else self.max_rows
+        if span.start + len(span.tokens) > self.ctx_size or len(span.tokens) > most:
             raise InvalidWindow(f"{len(span.tokens)} rows at {span.start} do not fit")
-        if not all(0 <= token < self.info.n_vocab for token in span.tokens):
+        if (
+            span.is_rows
+            and self.info.is_first
+            and (span.hidden is None or len(span.hidden) != len(span.tokens))
+        ):
+            raise InvalidWindow("rows that are no tokens are missing")
+        if not span.is_rows and not all(0 <= token < self.info.n_vocab for token in span.tokens):
             raise InvalidWindow("a token is outside the vocabulary")
 
     def tap_features(self, layers: Collection[int]) -> tuple[int, ...]:
@@ -239,7 +283,12 @@ class FakeRuntime:
         values = span.tokens if span.hidden is None else [int(value) for value in span.hidden[:, 0]]
         self.memory.add(span.slot, span.start, values)
         cells = self.memory.cells[span.slot]
-        hashes = [self._hash(cells, span.start + row) for row in range(len(span.tokens))]
+        # Rows of an image see it all, or those before them.
+        is_whole = self.memory.images(span.slot).is_whole(span.start)
+        last = span.start + len(span.tokens) - 1
+        hashes = [
+            self._hash(cells, last if is_whole else span.start + row) for row in range(len(span.tokens))
+        ]
         if not self.info.is_tail:
             return np.array(hashes, np.float32).reshape(-1, 1)
         first = len(span.tokens) - span.num_outputs

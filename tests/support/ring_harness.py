@@ -16,6 +16,7 @@ from mesh.coordinator.checkpoint_plan import CheckpointPlug
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS, DiskPlug
 from mesh.coordinator.feature_plug import FeaturePlug
+from mesh.coordinator.image_plug import ImagePlug
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
@@ -221,7 +222,7 @@ def plugs_for(
     block_positions: int = BLOCK_POSITIONS,
 ) -> list[Plug]:
     """New plugs for one coordinator, those that `mesh.coordinator.composition` names."""
-    plugs: list[Plug] = [DiskPlug(has_windows=has_windows, block_positions=block_positions)]
+    plugs: list[Plug] = [DiskPlug(has_windows=has_windows, block_positions=block_positions), ImagePlug()]
     if num_checkpoints:
         plugs.append(CheckpointPlug(num_checkpoints))
     if feature_needs is not None:

@@ -408,13 +408,13 @@ _FEW: Metadata = {"rope.dimension_count": _ROPE, "leading_dense_block_count": 1}
 
 TINY_FAMILIES = {
     "qwen3moe": TinyFamily("qwen3moe", 4, _qwen3moe, _ATTENTION | _EXPERTS, (1, 2, 3)),
-    # What an image adds to the embedding of the first two layers stays in one stage.
+    # What an image adds to the embedding of the first two layers stays in one stage, and so does the next.
     "qwen3vl": TinyFamily(
         "qwen3vl",
-        4,
+        5,
         _qwen3vl,
         _ATTENTION | {"rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 2},
-        (2, 3),
+        (3, 4),
     ),
     "gpt-oss": TinyFamily(
         "gpt-oss", 4, _gpt_oss, _ATTENTION | _EXPERTS | {"attention.sliding_window": WINDOW}, (1, 2, 3)

@@ -38,7 +38,6 @@ from stages.slicing.architectures.layer_patterns import (
     SPARSE,
     STARTS_WITH_HEADS,
     Bare,
-    deepstack_outlet,
     embedding_again,
     every_nth,
     has_ngram_layers,
@@ -179,7 +178,6 @@ _AT_EMBEDDING: Final = _enters_at(_EMBEDDING)
 _DEEP_ANYWHERE: Final = in_one_piece(
     "any layer may take what an image adds to the embedding", _has_deepstack_mapping
 )
-_DEEP: Final = _enters_at(_EMBEDDING, other_outlet=deepstack_outlet)
 _MODEL_INPUT: Final = _enters_at("model.input_embed")
 _TABLE: Final = (
     # All layers are alike and independent of others.
@@ -236,9 +234,9 @@ _TABLE: Final = (
     Family("muse-glimmer", (windows(4, are_always_on=True),), _enters_at("embd_norm")),
     # Positions have four parts, which only token ids make of one.
     Family("qwen2vl", (), _AT_EMBEDDING),
-    Family("qwen3vl", (DEEPSTACK,), _DEEP),
-    Family("qwen3vlmoe", (DEEPSTACK,), _DEEP),
-    Family("qwen3tts", (DEEPSTACK,), _DEEP, head_rows_are_fixed=True),
+    Family("qwen3vl", (DEEPSTACK,), _AT_EMBEDDING),
+    Family("qwen3vlmoe", (DEEPSTACK,), _AT_EMBEDDING),
+    Family("qwen3tts", (DEEPSTACK,), _AT_EMBEDDING, head_rows_are_fixed=True),
     Family("paddleocr", (), _AT_EMBEDDING),
     # Without M-RoPE llama.cpp aborts on embeddings as input.
     Family("glm4", (), _AT_EMBEDDING),

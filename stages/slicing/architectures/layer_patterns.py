@@ -491,13 +491,12 @@ def _deepstack_derived(header: GgufHeader, layers: LayerRange) -> Mapping[str, V
 
 def _deepstack_refused(header: GgufHeader) -> Mapping[int, str]:
     n_layers, deep = header.integer(f"{header.architecture}.block_count"), _deepstack(header)
-    reason = f"the first {deep} layers take what an image adds to the embedding"
-    return dict.fromkeys(range(1, min(deep, n_layers)), reason)
-
-
-def deepstack_outlet(header: GgufHeader, layers: LayerRange) -> str | None:
-    """Output of the layers of a stage that are all deep ones: behind what an image adds to each."""
-    return "deepstack_out" if layers.start == 0 and layers.stop == _deepstack(header) else None
+    reason = (
+        f"the first {deep} layers take what an image adds to the embedding, and llama.cpp aborts where they "
+        "are the last of a file"
+    )
+    # The addition is behind a layer's output, so a stage that ended with the last of them would lose it, too.
+    return dict.fromkeys(range(1, min(deep + 1, n_layers)), reason) if deep else {}
 
 
 DEEPSTACK: Final = Rule(

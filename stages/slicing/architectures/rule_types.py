@@ -79,7 +79,7 @@ class Entry:
         inlet = after_blanks if blanks.before else self.inlet(header)
         return GraphBoundary(
             row_width=header.integer(f"{header.architecture}.embedding_length") * self.streams(header),
-            outlet=self.other_outlet(header, layers) or self.outlet,
+            outlet=self.outlet,
             outlet_shift=self.outlet_shift,
             inlet=None if is_first else inlet,
             takes_tokens=not is_first and self.takes_tokens(header, layers),

@@ -14,6 +14,7 @@ from spanmesh_proto.errors import PrefixMismatch
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
+from stages.runtime.row_positions import TOKENS_ONLY, RowPositions
 from stages.runtime.slot_memory import Prefix
 from stages.sampling.sampler import Sampler, SamplingParams, TokenLogprobs, token_logprobs
 from tests.support.fake_recurrent import FakeRecurrentRuntime
@@ -176,11 +177,12 @@ async def test_sessions_behind_one_that_begins_anew_in_its_replay_have_their_tur
             sent_row_bytes: int,
             *,
             brought: Prefix | None = None,
+            positions: RowPositions = TOKENS_ONLY,
         ) -> None:
             if cached and not failed:
                 failed.append(slot)
                 raise PrefixMismatch("it is not there")
-            begin(slot, source, cached, num_resumed, sent_row_bytes, brought=brought)
+            begin(slot, source, cached, num_resumed, sent_row_bytes, brought=brought, positions=positions)
 
         engine.slots.begin = fail_once  # type: ignore[method-assign]
         async with asyncio.timeout(20):

@@ -415,6 +415,7 @@ CHANGES: Final[dict[str, Any]] = {
     "observe_layers": (1,),
     "observe_as": GraphBoundary(64),
     "has_reader": True,
+    "most_at_once": 80,
 }
 
 

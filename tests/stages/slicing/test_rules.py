@@ -178,12 +178,10 @@ def test_layers_that_share_caches_stay_with_those_that_have_them() -> None:
 
 def test_deepstack_layers_stay_together() -> None:
     source = model("qwen3vl", 6, n_deepstack_layers=3)
-    assert source.allowed_cuts == (3, 4, 5)
-    assert derived(source, LayerRange(3, 6), "n_deepstack_layers") == 0
-    outlets = {
-        stop: source.family.entry.handover(source.header, LayerRange(0, stop)).outlet for stop in (3, 4)
-    }
-    assert outlets == {3: "deepstack_out", 4: "l_out"}
+    assert source.allowed_cuts == (4, 5)
+    assert "the first 3 layers take what an image adds" in source.refused_cuts[3]
+    assert model("qwen3vl", 6).allowed_cuts == (1, 2, 3, 4, 5)
+    assert derived(source, LayerRange(4, 6), "n_deepstack_layers") == 0
     assert model("granite", 4, deepstack_mapping=[0, 1, 0, 0]).allowed_cuts == ()
     assert model("granite", 4).allowed_cuts == (1, 2, 3)
 
