@@ -214,9 +214,11 @@ class Usage:
     """Token counts of one answer, summed over its choices. A prompt with several choices counts once."""
 
     num_prompt: int
-    """Tokens of the prompts."""
+    """Tokens of the prompts, rows of pictures included."""
+    num_image_rows: int
+    """Those among them that are rows of pictures."""
     num_cached: int
-    """Those among them that a cache held."""
+    """Those among the prompts' that a cache held."""
     num_answer: int
     """Tokens of the choices."""
     num_reasoning: int
@@ -572,6 +574,7 @@ def usage_of(jobs: Sequence[GenerationJob], last_parts: Sequence[AnswerPart]) ->
     predictions = [_prediction_tokens(job, part) for job, part in zip(jobs, last_parts, strict=True)]
     return Usage(
         num_prompt=sum(len(job.request.prompt) for job in compress(jobs, first)),
+        num_image_rows=sum(job.num_image_rows for job in compress(jobs, first)),
         num_cached=sum(part.stats.num_cached for part in compress(last_parts, first)),
         num_answer=sum(part.num_tokens for part in last_parts),
         num_reasoning=sum(part.num_reasoning for part in last_parts),

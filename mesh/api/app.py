@@ -69,7 +69,7 @@ def create_app(
             Middleware(Cors, origins=cors_origins, has_keys=api_keys is not None),
             Middleware(Answered, answer=partial(web_ui.page_answer, has_keys=api_keys is not None)),
             Middleware(KeyGate, keys=api_keys, now_s=api.now_s, steady_s=api.steady_s),
-            Middleware(BoundedBodies, budget=BodyBudget()),
+            Middleware(BoundedBodies, budget=BodyBudget(body_bytes=backends.most_body_bytes)),
             Middleware(ReleasedLeases),
             Middleware(Traced, tracer=tracer, model=backends.first.model_id),
         ],

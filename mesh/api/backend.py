@@ -10,7 +10,7 @@ from datetime import datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
-from mesh.api.bodies import read_body
+from mesh.api.bodies import MOST_BODY_BYTES, MOST_PICTURE_BODY_BYTES, read_body
 from mesh.api.request_parsing import UnknownFields
 from mesh.api.response_store import ResponseStore
 from mesh.embedding.registry import EmbeddingBackends
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mesh.engine import Engine
     from mesh.status import MeshStatus, StageCounts
     from mesh.text.tokenizer import Tokenizer
+    from mesh.vision.pictures import ModelPictures
     from spanmesh_proto.errors import MeshError
 
 DEFAULT_MODEL: Final = "default"
@@ -104,6 +105,8 @@ class Backend:
     num_slots: int | None = None
     """Number of concurrent answers. None if it is not known: API keys without a concurrency limit of their
     own then have no limit."""
+    pictures: ModelPictures | None = None
+    """Turns pictures into rows; None for a model that reads text only."""
     records: bool = False
     """Whether answers of clients that agreed are recorded."""
     stage_counts: Callable[[], Awaitable[Sequence[StageCounts]]] | None = None
@@ -163,6 +166,18 @@ class Backends:
     def context_length(self) -> int:
         """Positions of the longest sessions: a body is read before it is known which model it is for."""
         return max(backend.engine.context_length for backend in self)
+
+    @property
+    def reads_pictures(self) -> bool:
+        """Whether any model does, likewise, those of the library included."""
+        on_demand = self.first.api.on_demand()
+        return any(backend.pictures is not None for backend in self) or (
+            on_demand is not None and on_demand.reads_pictures
+        )
+
+    def most_body_bytes(self) -> int:
+        """Most bytes of any body, likewise."""
+        return MOST_PICTURE_BODY_BYTES if self.reads_pictures else MOST_BODY_BYTES
 
     @property
     def unknown_fields(self) -> UnknownFields:
@@ -243,4 +258,10 @@ def backend_of(request: Request) -> Backend:
 async def body_of(request: Request, kind: type[Body]) -> Body:
     """The JSON body of a request, checked; see `read_body`, whose errors it raises."""
     backends = backends_of(request)
-    return await read_body(request, kind, backends.unknown_fields, context_length=backends.context_length)
+    return await read_body(
+        request,
+        kind,
+        backends.unknown_fields,
+        context_length=backends.context_length,
+        has_pictures=backends.reads_pictures,
+    )

@@ -23,6 +23,8 @@ from mesh.util.worker_pool import WorkerEnded, WorkerPool
 from spanmesh_proto.errors import InvalidRequest, Overloaded, RequestTooLarge
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,9 +32,10 @@ if TYPE_CHECKING:
 
 # Of the largest context.
 MOST_BODY_BYTES: Final = 16 * 2**20
-# Two of the largest bodies of one key, eight in all.
-CLIENT_BYTES: Final = 2 * MOST_BODY_BYTES
-TOTAL_BYTES: Final = 8 * MOST_BODY_BYTES
+# Base64 of all the pictures of a conversation, and ample text.
+MOST_PICTURE_BODY_BYTES: Final = 28 * 2**20
+_CLIENT_BODIES: Final = 2
+_TOTAL_BODIES: Final = 8
 _MAX_WAITING: Final = 256
 # Such a body is freed at once, not when the collector looks for garbage the next time.
 _LARGE_BYTES: Final = 2**20
@@ -61,22 +64,23 @@ class BodyBudget:
     waits for ever behind smaller ones.
 
     Args:
-        client_bytes: Most bytes of one client.
-        total_bytes: Most bytes of all, and of requests without a client.
-        body_bytes: Most bytes of one body.
+        body_bytes: Returns the most bytes of one body, which models may change that are loaded later.
+        client_bodies: The largest bodies that one client may have at once.
+        total_bodies: Likewise all clients, and requests without a client.
         max_wait_s: Longest wait, seconds.
     """
 
     def __init__(
         self,
         *,
-        client_bytes: int = CLIENT_BYTES,
-        total_bytes: int = TOTAL_BYTES,
-        body_bytes: int = MOST_BODY_BYTES,
+        body_bytes: Callable[[], int] = lambda: MOST_BODY_BYTES,
+        client_bodies: int = _CLIENT_BODIES,
+        total_bodies: int = _TOTAL_BODIES,
         max_wait_s: float = _MAX_WAIT_S,
     ) -> None:
-        self._most_of_client = client_bytes - body_bytes
-        self._most_in_all = total_bytes - body_bytes
+        self._body_bytes = body_bytes
+        self._client_bodies = client_bodies
+        self._total_bodies = total_bodies
         self._max_wait_s = max_wait_s
         self._held: Counter[str | None] = Counter()
         self._queue: FairQueue[str | None, asyncio.Future[None]] = FairQueue(_MAX_WAITING)
@@ -131,8 +135,9 @@ class BodyBudget:
         self._admit()
 
     def _may_begin(self, client: str | None) -> bool:
-        return self._held.total() <= self._most_in_all and (
-            client is None or self._held[client] <= self._most_of_client
+        body_bytes = self._body_bytes()
+        return self._held.total() <= (self._total_bodies - 1) * body_bytes and (
+            client is None or self._held[client] <= (self._client_bodies - 1) * body_bytes
         )
 
     def _admit(self) -> None:
@@ -238,8 +243,15 @@ def hold_of(scope: Scope) -> BodyHold:
     return hold
 
 
-def max_body_bytes(context_length: int) -> int:
-    """Most bytes of a body: ample for a full context, few enough to hold several."""
+def max_body_bytes(context_length: int, *, has_pictures: bool = False) -> int:
+    """Most bytes of a body: ample for a full context, few enough to hold several.
+
+    Args:
+        context_length: Positions of a session.
+        has_pictures: Whether the body may have pictures.
+    """
+    if has_pictures:
+        return MOST_PICTURE_BODY_BYTES
     return min(_LEAST_BYTES + _BYTES_PER_POSITION * context_length, MOST_BODY_BYTES)
 
 
@@ -262,7 +274,12 @@ def _decoding_thread() -> ThreadPoolExecutor:
 
 
 async def read_body(
-    request: Request, kind: type[Body], unknown: UnknownFields, *, context_length: int
+    request: Request,
+    kind: type[Body],
+    unknown: UnknownFields,
+    *,
+    context_length: int,
+    has_pictures: bool = False,
 ) -> Body:
     """Read, parse and check a JSON body.
 
@@ -274,6 +291,7 @@ async def read_body(
         kind: Model of the body.
         unknown: Records unknown fields.
         context_length: Positions of a session; longer ones permit larger bodies.
+        has_pictures: Whether the body may have pictures, which permit larger ones as well.
 
     Raises:
         RequestTooLarge: As soon as it is known, before the rest is received.
@@ -284,7 +302,7 @@ async def read_body(
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise InvalidRequest("send the body as JSON, with the header `Content-Type: application/json`")
-    data = await _read(request, max_body_bytes(context_length))
+    data = await _read(request, max_body_bytes(context_length, has_pictures=has_pictures))
     most_values = max_values(context_length)
     if is_simple(data):
         body = parse_body(data, kind, most_values)
@@ -338,7 +356,8 @@ async def _next_part(request: Request, hold: BodyHold, due_s: float) -> Message:
 
 
 def _too_large(most_bytes: int) -> RequestTooLarge:
-    return RequestTooLarge(f"the body is larger than {most_bytes} bytes, which is more than a context holds")
+    holder = "the pictures of a conversation take" if most_bytes > MOST_BODY_BYTES else "a context holds"
+    return RequestTooLarge(f"the body is larger than {most_bytes} bytes, which is more than {holder}")
 
 
 async def _parsed_elsewhere(request: Request, data: bytes, kind: type[Body], most_values: int) -> Body:

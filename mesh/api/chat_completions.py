@@ -13,23 +13,16 @@ from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
 from mesh.api.backend import body_of
+from mesh.api.chat_prompt import conversation_of, render_prompt
 from mesh.api.custom_calls import FreeTextReader, free_text
 from mesh.api.errors import json_response
 from mesh.api.event_stream import while_connected
-from mesh.api.generation_job import (
-    Conversation,
-    ending_of,
-    make_chat_job,
-    render_prompt,
-    several,
-)
+from mesh.api.generation_job import make_chat_job, several
 from mesh.api.on_demand import answered
 from mesh.api.openai_format import CallIds, OpenAiAnswer, chat_logprobs, respond_in
 from mesh.api.openapi import ChatCompletion, TokenCount, answers, takes
 from mesh.api.protocol import ChatBody
-from mesh.api.structured_output import tool_use_of
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart, calls_of
-from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +30,6 @@ if TYPE_CHECKING:
     from mesh.api.answering import AnswerToken, FinishReason
     from mesh.api.backend import Backend
     from mesh.api.generation_job import GenerationJob
-    from mesh.api.message_bodies import ConversationBody
     from mesh.text.message_parts import MessagePart
 
 _CALL: Final = ("name", "arguments")
@@ -198,41 +190,6 @@ async def _jobs(backend: Backend, body: ChatBody, client: str | None) -> list[Ge
     prompt = await render_prompt(backend, conversation, client)
     job = await make_chat_job(backend, body, prompt, param="messages", client=client)
     return several([job], body.num_choices)
-
-
-def conversation_of(body: ConversationBody) -> Conversation:
-    """The conversation of a chat request, checked for contradictions.
-
-    Raises:
-        InvalidRequest: If fields contradict each other.
-    """
-    messages = [message.for_template() for message in body.messages]
-    continued = [index for index, message in enumerate(body.messages) if message.is_continued]
-    if continued and (continued[0] < len(messages) - 1 or body.messages[-1].role != "assistant"):
-        where = f"messages[{continued[0]}]"
-        raise InvalidRequest(
-            f"{where} is to be continued, and is not the assistant's last message: leave prefix or partial"
-            " out",
-            param=where,
-        )
-    return Conversation(
-        messages=messages,
-        tools=tool_use_of(
-            body.offered,
-            body.choice,
-            is_parallel=False if body.has_functions else body.parallel_tool_calls,
-            name_param="functions[{}].name" if body.has_functions else "tools[{}].function.name",
-        ),
-        variables=body.chat_template_kwargs or {},
-        reasoning=body.reasoning_wish,
-        effort_param=body.effort_field,
-        budget_param=body.budget_field,
-        ending=ending_of(
-            messages,
-            adds_generation_prompt=body.add_generation_prompt,
-            continues_final_message=body.continue_final_message or bool(continued),
-        ),
-    )
 
 
 def _json(text: str) -> str:

@@ -56,6 +56,8 @@ class LibraryModel:
     """Positions of a session, once it is loaded."""
     summary: ModelSummary
     """What its files say."""
+    projector: str | None = None
+    """Name of the file with which it reads pictures; None for text only."""
 
     @property
     def size_bytes(self) -> int:
@@ -85,6 +87,10 @@ class ModelLease(Protocol):
 
 class OnDemandModels(Protocol):
     """Loads models for requests; see `mesh.serve.on_demand.loader.OnDemandLoader`."""
+
+    @property
+    def reads_pictures(self) -> bool:
+        """Whether any of them reads pictures, as of the latest look."""
 
     async def models(self, *, is_glance: bool = False) -> Sequence[LibraryModel]:
         """All models of the library, by name.

@@ -20,6 +20,15 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from mesh.api.picture_parts import (
+    ImageUrlPart,
+    PicturedText,
+    PicturePart,
+    is_picture,
+    joined,
+    picture_of,
+    placed,
+)
 from mesh.api.request_parsing import AS_WHOLE, SHOWN_CHARS, ExactBody, StrictBody, describe, none_if_minus_one
 from mesh.text.conversation_repair import THOUGHT_FIELDS
 from mesh.text.reasoning_switches import ReasoningWish
@@ -429,10 +438,10 @@ def _function_name(tool: Any) -> str | None:
     return name
 
 
-def parse_content(value: Any, message: ValidationInfo) -> str:
-    """A message's text, given as a string or a list of text parts; null says nothing.
+def parse_content(value: Any, message: ValidationInfo) -> str | PicturedText:
+    """A message's text, given as a string or a list of parts; null says nothing.
 
-    The result of a tool may be any JSON, and has a note in place of a part that is no text.
+    The result of a tool may be any JSON, and has a note in place of a part that is no text and no picture.
     """
     role = message.data.get("role")
     if value is None or (value is _ABSENT and role in ("assistant", "tool")):
@@ -445,7 +454,35 @@ def parse_content(value: Any, message: ValidationInfo) -> str:
         raise PydanticCustomError("content", "must be a string or a list of text parts")
     is_answer = role == "assistant"
     shown = ((part, index) for index, part in enumerate(value) if not (is_answer and is_thought(part)))
-    return "\n".join(part_text(part, index) for part, index in shown)
+    return parts_joined(shown, has_pictures=role == "user")
+
+
+def parts_joined(
+    parts: Iterable[tuple[Any, int]], *, has_pictures: bool, wanted: str = "text"
+) -> str | PicturedText:
+    """Text of a message's parts, each on a line of its own except beside pictures.
+
+    Args:
+        parts: The parts, any JSON, each with its index.
+        has_pictures: Whether the message may have pictures.
+        wanted: Types of parts with text that the API knows, for errors.
+
+    Raises:
+        PydanticCustomError: Naming the part at fault.
+    """
+
+    def read(part: Any, index: int) -> str | PicturePart:
+        if not is_picture(part):
+            return part_text(part, index, wanted)
+        if not has_pictures:
+            raise PydanticCustomError(
+                "content",
+                "part {index} is a picture: these are read in messages of the user and in results of tools",
+                {"index": index},
+            )
+        return picture_of(part, index)
+
+    return joined(read(part, index) for part, index in parts)
 
 
 class Message(StrictBody):
@@ -454,7 +491,7 @@ class Message(StrictBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Any,
-        PlainValidator(parse_content, json_schema_input_type=str | list[TextPart] | None),
+        PlainValidator(parse_content, json_schema_input_type=str | list[TextPart | ImageUrlPart] | None),
         Field(validate_default=True, json_schema_extra=lambda schema: schema.pop("default", None)),
     ] = _ABSENT
     tool_calls: list[ToolCallBody] | None = None
@@ -487,10 +524,15 @@ class Message(StrictBody):
         """Whether the answer is to go on with it."""
         return any((self.model_extra or {}).get(name) is True for name in CONTINUES)
 
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates know it: `developer` is OpenAI's newer word for `system`."""
+    def for_template(self, where: str) -> dict[str, Any]:
+        """As chat templates know it: `developer` is OpenAI's newer word for `system`.
+
+        Args:
+            where: Path of the message in the request.
+        """
         role = "system" if self.role == "developer" else self.role
-        found = {**(self.model_extra or {}), "role": role, "content": self.content}
+        content = self.content if isinstance(self.content, str) else placed(self.content, where)
+        found = {**(self.model_extra or {}), "role": role, "content": content}
         if self.tool_calls:
             found["tool_calls"] = [
                 {"id": call.id or "", "type": "function", "function": call.function.for_template()}
@@ -519,14 +561,14 @@ def thoughts_of(content: Any) -> list[str]:
     return ["\n".join(said)] if said else []
 
 
-def result_text(value: Any) -> str:
-    """Text of a tool's result: of its parts, with a note for each that is no text, or else as JSON."""
+def result_text(value: Any) -> str | PicturedText:
+    """A tool's result: its texts and pictures, with a note for each other part, or else as JSON."""
     if value is None:
         return ""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(_type_of(part), str) for part in value):
-        return "\n".join(_result_part(part, index) for index, part in enumerate(value))
+        return joined(_result_part(part, index) for index, part in enumerate(value))
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -534,20 +576,29 @@ def _type_of(part: Any) -> Any:
     return part.get("type") if isinstance(part, dict) else None
 
 
-def _result_part(part: dict[str, Any], index: int) -> str:
-    return part_text(part, index) if part["type"] in _TEXT_TYPES else note_of(part["type"])
+def _result_part(part: dict[str, Any], index: int) -> str | PicturePart:
+    if part["type"] in _TEXT_TYPES:
+        return part_text(part, index)
+    if not is_picture(part):
+        return note_of(part["type"])
+    try:
+        return picture_of(part, index)
+    except PydanticCustomError as error:
+        # A client cannot choose what its tools return: a note tells the model, and nothing is refused.
+        return PicturePart(text="", kind=part["type"], fault=error.message())
 
 
-def note_of(part_type: object) -> str:
-    """Text for the model in place of a tool's result that is no text, such as a screenshot.
+def note_of(part_type: object, reason: str = "this model reads text only") -> str:
+    """Text for the model in place of a part of a tool's result that it is not shown.
 
     A client cannot choose what its tools return: a refusal would end its conversation.
 
     Args:
         part_type: The type that the client gave the part.
+        reason: Reason.
     """
     name = part_type if isinstance(part_type, str) and part_type.isidentifier() else "part"
-    return f"[{name[:SHOWN_CHARS]} left out: this model reads text only]"
+    return f"[{name[:SHOWN_CHARS]} left out: {reason}]"
 
 
 def part_text(part: Any, index: int, wanted: str = "text") -> str:
@@ -567,7 +618,7 @@ def part_text(part: Any, index: int, wanted: str = "text") -> str:
     if kind != "refusal" and kind not in _TEXT_TYPES:
         raise PydanticCustomError(
             "content",
-            "part {index} is not of type {wanted}: this server accepts text only",
+            "part {index} is not of type {wanted}: this server accepts texts and pictures only",
             {"index": index, "wanted": wanted},
         )
     text = part.get("refusal" if kind == "refusal" else "text")

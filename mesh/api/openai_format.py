@@ -328,7 +328,7 @@ class OpenAiAnswer(Answer):
         writer, job = self._writer, self.choices.jobs[index]
         wants_ids = job.wants_token_ids
         is_long = _num_reported(job) > MOST_AT_ONCE
-        prompt_ids = job.request.prompt if wants_ids else None
+        prompt_ids = job.shown_prompt if wants_ids else None
         opening = await made(is_long, writer.opening_event, index, prompt_ids)
         is_first = True
         async with aclosing(self.choices.parts(index)) as parts:
@@ -391,7 +391,7 @@ class OpenAiAnswer(Answer):
             if job.wants_token_ids:
                 choice[ANSWER_FIELD] = [token for part in parts for token in part.token_ids]
                 holder = choice if endpoint_format.has_prompt_ids_in_choices else more
-                holder[PROMPT_FIELD] = job.request.prompt
+                holder[PROMPT_FIELD] = job.shown_prompt
         last_parts = [parts[-1] for parts in answers]
         more["usage"] = usage_fields(usage_of(jobs, last_parts))
         if jobs[0].warnings:
@@ -403,11 +403,12 @@ class OpenAiAnswer(Answer):
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
     """`usage` of an answer."""
+    images = {"image_tokens": usage.num_image_rows} if usage.num_image_rows else {}
     return {
         "prompt_tokens": usage.num_prompt,
         "completion_tokens": usage.num_answer,
         "total_tokens": usage.num_prompt + usage.num_answer,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached, **images},
         "completion_tokens_details": {
             "reasoning_tokens": usage.num_reasoning,
             "accepted_prediction_tokens": usage.num_accepted,

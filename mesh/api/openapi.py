@@ -159,6 +159,13 @@ class AnswerFormat(_Answer):
     reasoning: list[str]
 
 
+class ModelModalities(_Answer):
+    """What a model reads and writes."""
+
+    input_modalities: list[Literal["text", "image"]]
+    output_modalities: list[Literal["text"]]
+
+
 class ModelCard(_Answer):
     """A model that is served, or that a request would have loaded."""
 
@@ -170,6 +177,8 @@ class ModelCard(_Answer):
     max_model_len: int
     meta: dict[str, int]
     loaded: bool
+    capabilities: list[Literal["completion", "multimodal"]] | None = None
+    architecture: ModelModalities | None = None
     answer_format: AnswerFormat | None = None
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.api.errors import is_large_json, json_size
+from mesh.api.picture_parts import PicturedText, pictures_in
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from mesh.api.api_keys import ApiKeys
 
 _MAX_RESPONSES: Final = 256
 _MAX_BYTES: Final = 16 * 2**20
+# More than the pictures of one conversation.
+_MAX_PICTURE_BYTES: Final = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,19 @@ class ResponseStore:
 
     Args:
         max_responses: Most answers of one client.
-        max_bytes: Most bytes of one client, counted as JSON; a larger answer is not kept.
+        max_bytes: Most bytes of one client, counted as JSON without pictures; a larger answer is not kept.
+        max_picture_bytes: Likewise of pictures, as they were sent; one of several answers counts once.
     """
 
-    def __init__(self, max_responses: int = _MAX_RESPONSES, max_bytes: int = _MAX_BYTES) -> None:
+    def __init__(
+        self,
+        max_responses: int = _MAX_RESPONSES,
+        max_bytes: int = _MAX_BYTES,
+        max_picture_bytes: int = _MAX_PICTURE_BYTES,
+    ) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
+        self._max_picture_bytes = max_picture_bytes
         self._by_client: dict[str | None, _Shelf] = {}
         self._keys: ApiKeys | None = None
 
@@ -63,20 +73,29 @@ class ResponseStore:
             id: Id of the answer.
             stored: The answer.
         """
-        parts = [stored.messages, stored.response, stored.input_items]
+        pictures = _texts_of_pictures(stored.messages)
+        parts = [
+            [_without_pictures(message) for message in stored.messages],
+            stored.response,
+            [_without_texts(item, pictures) for item in stored.input_items],
+        ]
         is_large = is_large_json(parts)
         num_bytes = await asyncio.to_thread(json_size, parts) if is_large else json_size(parts)
         if self._keys is not None and client is not None and not self._keys.has(client):
             return
         shelf = self._by_client.setdefault(client, _Shelf())
-        shelf.put(id, stored, num_bytes)
-        while shelf.held and (len(shelf.held) > self._max_responses or shelf.num_bytes > self._max_bytes):
+        shelf.put(id, _Held(stored, num_bytes, pictures))
+        while shelf.held and (
+            len(shelf.held) > self._max_responses
+            or shelf.num_bytes > self._max_bytes
+            or shelf.num_picture_bytes > self._max_picture_bytes
+        ):
             shelf.remove(next(iter(shelf.held)))
 
     def get(self, client: str | None, id: str) -> StoredResponse | None:
         """An answer of the client, if it is still stored."""
         shelf = self._by_client.get(client)
-        return None if shelf is None or id not in shelf.held else shelf.held[id][0]
+        return None if shelf is None or id not in shelf.held else shelf.held[id].stored
 
     def items(self, client: str | None, ids: Collection[str]) -> dict[str, Mapping[str, Any]]:
         """Items of the client's answers and of their input that are still stored, by id.
@@ -87,8 +106,8 @@ class ResponseStore:
         """
         shelf = self._by_client.get(client)
         found = {}
-        for stored, _ in () if shelf is None else shelf.held.values():
-            for item in (*stored.input_items, *stored.response.get("output", ())):
+        for held in () if shelf is None else shelf.held.values():
+            for item in (*held.stored.input_items, *held.stored.response.get("output", ())):
                 # That of an input item may be anything.
                 if isinstance(item.get("id"), str) and item["id"] in ids:
                     found[item["id"]] = item
@@ -105,16 +124,59 @@ class ResponseStore:
         return shelf is not None and shelf.remove(id)
 
 
+@dataclass(frozen=True)
+class _Held:
+    stored: StoredResponse
+    num_bytes: int
+    pictures: Mapping[int, str]
+    """Pictures of the conversation as they were sent, by identity."""
+
+
 class _Shelf:
     def __init__(self) -> None:
-        self.held: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+        self.held: OrderedDict[str, _Held] = OrderedDict()
         self.num_bytes = 0
+        self.num_picture_bytes = 0
+        # Answers that hold a picture, by its identity.
+        self._holders: Counter[int] = Counter()
 
-    def put(self, id: str, stored: StoredResponse, num_bytes: int) -> None:
-        self.held[id] = (stored, num_bytes)
-        self.num_bytes += num_bytes
+    def put(self, id: str, held: _Held) -> None:
+        self.held[id] = held
+        self.num_bytes += held.num_bytes
+        for picture, text in held.pictures.items():
+            self.num_picture_bytes += 0 if self._holders[picture] else len(text)
+            self._holders[picture] += 1
 
     def remove(self, id: str) -> bool:
-        _, num_bytes = self.held.pop(id, (None, 0))
-        self.num_bytes -= num_bytes
-        return num_bytes > 0
+        held = self.held.pop(id, None)
+        if held is None:
+            return False
+        self.num_bytes -= held.num_bytes
+        for picture, text in held.pictures.items():
+            self._holders[picture] -= 1
+            if not self._holders[picture]:
+                del self._holders[picture]
+                self.num_picture_bytes -= len(text)
+        return True
+
+
+def _texts_of_pictures(messages: Iterable[Mapping[str, Any]]) -> dict[int, str]:
+    return {id(picture.text): picture.text for picture in pictures_in(messages)}
+
+
+def _without_pictures(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, PicturedText):
+        return message
+    return {**message, "content": [part for part in content.parts if isinstance(part, str)]}
+
+
+def _without_texts(value: Any, left_out: Mapping[int, str]) -> Any:
+    """A JSON value without some of its texts, by their identities."""
+    if not left_out:
+        return value
+    if id(value) in left_out:
+        return ""
+    if isinstance(value, dict):
+        return {name: _without_texts(each, left_out) for name, each in value.items()}
+    return [_without_texts(each, left_out) for each in value] if isinstance(value, list) else value

@@ -78,8 +78,20 @@ def _model(backend: Backend) -> dict[str, Any]:
         backend.tokenizer,
         phase="loaded" if backend.ready() else "loading",
     )
+    card |= _modalities(reads_pictures=backend.pictures is not None)
     told = backend.texts.told_format
     return card if told is None else {**card, "answer_format": told.format.shown()}
+
+
+def _modalities(*, reads_pictures: bool) -> dict[str, Any]:
+    """What a model reads and writes, as llama-server tells it."""
+    return {
+        "capabilities": ["completion", *(["multimodal"] if reads_pictures else [])],
+        "architecture": {
+            "input_modalities": ["text", *(["image"] if reads_pictures else [])],
+            "output_modalities": ["text"],
+        },
+    }
 
 
 def _embedding_model(backend: EmbeddingBackend) -> dict[str, Any]:
@@ -102,7 +114,7 @@ def _library_model(model: LibraryModel) -> dict[str, Any]:
         model.summary,
         phase=model.phase,
         size=model.size_bytes,
-    )
+    ) | _modalities(reads_pictures=model.projector is not None)
 
 
 def _card(

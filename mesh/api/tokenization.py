@@ -12,10 +12,9 @@ from starlette.responses import Response
 
 from mesh.api.auth import client_of
 from mesh.api.backend import backends_of, body_of
-from mesh.api.chat_completions import conversation_of
+from mesh.api.chat_prompt import conversation_of, render_prompt, shown_ids
 from mesh.api.errors import json_response
 from mesh.api.event_stream import while_connected
-from mesh.api.generation_job import render_prompt
 from mesh.api.message_bodies import (
     MAX_MESSAGES,
     ConversationBody,
@@ -137,10 +136,10 @@ def require_ids(tokenizer: Tokenizer, tokens: Sequence[int], *, param: str) -> N
         )
 
 
-async def _tokens(backend: Backend, body: TokenizeBody, client: str | None) -> list[int]:
+async def _tokens(backend: Backend, body: TokenizeBody, client: str | None) -> Sequence[int]:
     if body.messages:
         conversation = await asyncio.to_thread(conversation_of, body)
-        return (await render_prompt(backend, conversation, client)).tokens
+        return shown_ids((await render_prompt(backend, conversation, client)).tokens)
     most_tokens = backend.engine.context_length
     prompt = body.prompt or ""
     refuse_too_long_text(backend.tokenizer, len(prompt), most_tokens, param="prompt", what="the prompt")

@@ -100,6 +100,8 @@ class PromptIds:
     """Whether the template has a setting for the amount of reasoning, if one was wanted."""
     knows_budget: bool
     """Whether it has one for the most tokens of reasoning, likewise."""
+    places: Sequence[tuple[int, int]] = ()
+    """Of each gap in the prompt, in order, its index and the number of token ids ahead of it."""
 
 
 class TextService:
@@ -127,6 +129,7 @@ class TextService:
         param: str,
         client: str | None,
         reasoning: ReasoningWish | None = None,
+        gaps: Sequence[str] = (),
     ) -> PromptIds:
         """Render and tokenize a conversation; see `text_worker.do_prompt`.
 
@@ -146,6 +149,7 @@ class TextService:
             "param": param,
             # Found once: other processes need not find them again.
             "marks": None if self._told is None else list(map(asdict, self._told.format.reasoning)),
+            "gaps": gaps,
         }
         told, data = await self._run("prompt", values, client, param=param)
         return PromptIds(_ids(data).tolist(), **told)

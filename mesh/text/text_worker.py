@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from array import array
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -36,7 +37,6 @@ from mesh.util.worker_answers import packed_answer, packed_error
 from spanmesh_proto.errors import InvalidRequest, MeshError, ModelError, RequestError
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Callable, Mapping, Sequence
 
     from mesh.text.text_jobs import TextModel
@@ -96,9 +96,38 @@ class ModelTexts:
 
     def prompt_ids(self, prompt: str, most_tokens: int | None = None) -> array[int]:
         """Token ids of a rendered prompt, with one BOS where the template and the model both add one."""
+        return self.ids_around(prompt, (), most_tokens)[0]
+
+    def ids_around(
+        self, prompt: str, gaps: Sequence[str], most_tokens: int | None
+    ) -> tuple[array[int], list[tuple[int, int]]]:
+        """Token ids of a rendered prompt with gaps, between which it is tokenized piece by piece.
+
+        So does llama.cpp around pictures (`mtmd_tokenize`).
+
+        Args:
+            prompt: The prompt, with stand-ins.
+            gaps: Texts of letters and digits that stand in it, and are no part of it.
+            most_tokens: See `TextEncoder.ids`.
+
+        Returns:
+            The ids, and of each gap in the prompt its index and the number of ids ahead of it.
+        """
         if self.tokenizer.adds_bos:
             prompt = prompt.removeprefix(self.tokenizer.bos)
-        return self.encoder.ids(prompt, add_special=True, most_tokens=most_tokens)
+        before, after = self.tokenizer.sequence_ends
+        found, places, at = array("i", before), [], 0
+        shown = self.encoder.marking.unmarked(prompt)
+        for gap in re.finditer("|".join(gaps), shown) if gaps else ():
+            found.extend(self._ids(prompt[at : gap.start()], most_tokens))
+            places.append((gaps.index(gap[0]), len(found)))
+            at = gap.end()
+        found.extend(self._ids(prompt[at:], most_tokens))
+        found.extend(after)
+        return found, places
+
+    def _ids(self, piece: str, most_tokens: int | None) -> array[int]:
+        return self.encoder.ids(piece, add_special=False, most_tokens=most_tokens)
 
     @cached_property
     def _compiled(self) -> ChatTemplate:
@@ -203,6 +232,7 @@ def do_prompt(
     param: str,
     reasoning: Mapping[str, Any] | None = None,
     marks: Sequence[Mapping[str, str]] | None = None,
+    gaps: Sequence[str] = (),
 ) -> bytes:
     """Token ids of a conversation, as 32-bit integers, and how its answer begins.
 
@@ -217,9 +247,10 @@ def do_prompt(
         param: The field that the messages came from, for errors.
         reasoning: Fields of a `ReasoningWish`, which `variables` go before.
         marks: Fields of the `Marks` of reasoning, if they are known.
+        gaps: Texts within the messages, of letters and digits, in whose places something else will be.
 
     Raises:
-        InvalidRequest: If the template rejects them.
+        InvalidRequest: If the template rejects them, or does not show each gap once.
         ContextLengthExceeded: If they are far too long.
     """
     template = texts.template(datetime.fromisoformat(now))
@@ -233,8 +264,14 @@ def do_prompt(
         # The template reports `messages`, whichever field they came from.
         where = param if error.param in {None, "messages"} else error.param
         raise InvalidRequest(error.message, param=where) from None
-    refuse_too_long_text(texts.tokenizer, len(prompt), most_tokens, param=param, what="the prompt")
-    ids = texts.prompt_ids(prompt, most_tokens)
+    num_chars = len(prompt) - sum(map(len, gaps))
+    refuse_too_long_text(texts.tokenizer, num_chars, most_tokens, param=param, what="the prompt")
+    ids, places = texts.ids_around(prompt, gaps, most_tokens)
+    if sorted(gap for gap, _ in places) != list(range(len(gaps))):
+        raise InvalidRequest(
+            "the model's chat template does not show each picture once: send them in messages of the user",
+            param=param,
+        )
     # A mark that the template wrote begins reasoning; of a text that is continued, one in it does, too.
     shown = texts.encoder.marking.unmarked(prompt) if ending == Ending.CONTINUED.name else prompt
     reasoning_marks = (
@@ -247,6 +284,7 @@ def do_prompt(
         "has_one_call": has_one_call,
         "knows_reasoning": switches.has_any,
         "knows_budget": switches.has_budget,
+        "places": places,
     }
     return packed_answer(told, [ids.tobytes()])
 

@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.api.chat_completions import conversation_of
+from mesh.api.chat_prompt import conversation_of
 from mesh.api.protocol import ChatBody
 from mesh.cluster.addresses import free_port
 from mesh.text.chat_template import ChatTemplate

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import gguf
 import numpy as np
 
+from stages.gguf import read_header
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
@@ -149,9 +150,13 @@ class ColourWords:
 
 def embeddings_of(model: Path, tokens: Sequence[int]) -> NDArray[np.float32]:
     """float32 (tokens, n_embd): rows of a model's embedding as llama.cpp looks them up."""
-    tensor = next(each for each in gguf.GGUFReader(model).tensors if each.name == "token_embd.weight")
-    rows = gguf.quants.dequantize(np.asarray(tensor.data)[list(tokens)], tensor.tensor_type)
-    return np.asarray(rows, np.float32)
+    # gguf-py's reader takes seconds for a vocabulary.
+    tensor = read_header(model).tensors["token_embd.weight"]
+    data = np.memmap(
+        model, np.uint8, "r", tensor.offset_bytes, (tensor.shape[1], tensor.n_bytes // tensor.shape[1])
+    )
+    found: NDArray[np.float32] = gguf.quants.dequantize(data[list(tokens)], tensor.type).view(np.float32)
+    return found
 
 
 def write_projector(

@@ -12,9 +12,10 @@ from starlette.responses import Response  # noqa: TC002
 from mesh.api.answering import respond
 from mesh.api.auth import client_of
 from mesh.api.backend import body_of
+from mesh.api.chat_prompt import Conversation, render_prompt
 from mesh.api.errors import json_response
 from mesh.api.event_stream import while_connected
-from mesh.api.generation_job import Conversation, make_chat_job, render_prompt
+from mesh.api.generation_job import make_chat_job
 from mesh.api.messages.events import MessagesAnswer
 from mesh.api.messages.protocol import CountBody, MessagesBody, messages_of
 from mesh.api.on_demand import answered

@@ -24,6 +24,15 @@ from mesh.api.message_bodies import (
     result_text,
 )
 from mesh.api.messages.client_tools import described, is_client_tool
+from mesh.api.picture_parts import (
+    ImageBlock,
+    PicturedText,
+    PicturePart,
+    is_picture,
+    joined,
+    picture_of,
+    placed,
+)
 from mesh.api.protocol import GenerationBody
 from mesh.api.request_parsing import (
     SHOWN_CHARS,
@@ -72,15 +81,23 @@ class ToolResultBlock(StrictBody):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[
-        str, PlainValidator(result_text, json_schema_input_type=str | list[TextBlock] | dict[str, Any] | None)
+        Any,
+        PlainValidator(
+            result_text, json_schema_input_type=str | list[TextBlock | ImageBlock] | dict[str, Any] | None
+        ),
     ] = ""
     is_error: bool | None = None
 
     @property
-    def text(self) -> str:
+    def shown(self) -> str | PicturedText:
         """Text for the model."""
-        text = self.content
-        return f"Error: {text}" if self.is_error and not text.startswith("Error") else text
+        content: str | PicturedText = self.content
+        first = content if isinstance(content, str) else content.parts[0]
+        if not self.is_error or (isinstance(first, str) and first.startswith("Error")):
+            return content
+        if isinstance(content, str):
+            return f"Error: {content}"
+        return content.model_copy(update={"prefix": "Error: "})
 
 
 class ThinkingBlock(StrictBody):
@@ -103,7 +120,15 @@ class ToolChangeBlock(StrictBody):
     tool: dict[str, Any]
 
 
-Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock | ToolChangeBlock
+Block = (
+    TextBlock
+    | PicturePart
+    | ToolUseBlock
+    | ToolResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolChangeBlock
+)
 _KINDS: Final[dict[str, type[Block]]] = {
     "text": TextBlock,
     "tool_addition": ToolChangeBlock,
@@ -130,10 +155,10 @@ class SystemTurn(StrictBody):
 
 
 class UserTurn(StrictBody):
-    """Texts of the user, and results of calls."""
+    """Texts and pictures of the user, and results of calls."""
 
     role: Literal["user"]
-    content: str | Annotated[list[TextBlock | ToolResultBlock], Field(min_length=1)]
+    content: str | Annotated[list[TextBlock | ImageBlock | ToolResultBlock], Field(min_length=1)]
 
 
 class AssistantTurn(StrictBody):
@@ -479,11 +504,12 @@ def _blocks_of(turn: Any, where: str) -> tuple[str, list[Block]]:
         )
     if not content and role == "user":
         raise InvalidRequest(f"{where}.content: must not be empty", param=f"{where}.content")
-    found = (_block(raw, role, f"{where}.content[{place}]") for place, raw in enumerate(content))
+    found = (_block(raw, role, where, place) for place, raw in enumerate(content))
     return role, [block for block in found if block is not None]
 
 
-def _block(raw: Any, role: str, where: str) -> Block | None:
+def _block(raw: Any, role: str, turn: str, place: int) -> Block | None:
+    where = f"{turn}.content[{place}]"
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{where}: must be an object", param=where)
     name = raw.get("type")
@@ -492,14 +518,22 @@ def _block(raw: Any, role: str, where: str) -> Block | None:
             return None
         if name.endswith(_RESULT):
             return TextBlock(type="text", text=note_of(name))
+    if role == "user" and is_picture(raw):
+        try:
+            return picture_of(raw, place).at(turn)
+        except PydanticCustomError as error:
+            raise InvalidRequest(f"{turn}.content: {error.message()}", param=where) from None
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None or kind not in _BY_ROLE[role]:
         names = ", ".join(name for name, each in _KINDS.items() if each in _BY_ROLE[role])
         raise InvalidRequest(
-            f"{where}.type: this server reads text only: blocks of the {role} are {names}",
+            f"{where}.type: this server reads texts and pictures only: blocks of the {role} are"
+            f" {f'{names}, image' if role == 'user' else names}",
             param=f"{where}.type",
         )
     found: Block = _checked(kind, raw, where)
+    if isinstance(found, ToolResultBlock):
+        return found.model_copy(update={"content": placed(found.content, where)})
     return found
 
 
@@ -512,13 +546,17 @@ def _checked(kind: Any, raw: Any, where: str) -> Any:
 
 def _user_messages(blocks: list[Block]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.shown}
         for block in blocks
         if isinstance(block, ToolResultBlock)
     ]
-    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
-    if texts:
-        messages.append({"role": "user", "content": "\n".join(texts)})
+    said = [
+        block.text if isinstance(block, TextBlock) else block
+        for block in blocks
+        if isinstance(block, TextBlock | PicturePart)
+    ]
+    if said:
+        messages.append({"role": "user", "content": joined(said)})
     return messages
 
 

@@ -12,9 +12,10 @@ from starlette.responses import Response  # noqa: TC002
 from mesh.api.answering import respond
 from mesh.api.auth import client_of
 from mesh.api.backend import backend_of, body_of
+from mesh.api.chat_prompt import ChatPrompt, Conversation, render_prompt
 from mesh.api.errors import json_response, written_response
 from mesh.api.event_stream import while_connected
-from mesh.api.generation_job import ChatPrompt, Conversation, make_chat_job, render_prompt
+from mesh.api.generation_job import make_chat_job
 from mesh.api.on_demand import answered
 from mesh.api.openapi import Deleted, InputItems, ResponseAnswer, TokenCount, answers, takes
 from mesh.api.responses.events import ResponsesAnswer, Turn, as_responses_error, repeated_fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, PlainValidator, ValidationError, model_validator
+from pydantic import Field, PlainValidator, ValidationError, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from mesh.api.message_bodies import (
@@ -25,12 +25,13 @@ from mesh.api.message_bodies import (
     ToolName,
     hosted_warnings,
     parse_allowed_tools,
-    part_text,
+    parts_joined,
     refuse_others,
     require_grammar,
     result_text,
     wrong_type,
 )
+from mesh.api.picture_parts import InputImage, PicturedText, placed
 from mesh.api.protocol import GenerationBody, JsonSchemaBody, ResponseFormatBody, Schema
 from mesh.api.request_parsing import (
     ExactBody,
@@ -223,19 +224,22 @@ class TextBody(ExactBody):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-def parse_parts(value: Any) -> str:
-    """Text given as a string or as a list of parts, each on a line of its own."""
+def parse_parts(value: Any, item: ValidationInfo) -> str | PicturedText:
+    """Text given as a string or as a list of parts, each on a line of its own except beside pictures."""
     if value is None:
         return ""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise PydanticCustomError("content", "must be a string or a list of text parts")
-    wanted = "input_text or output_text"
-    return "\n".join(part_text(part, index, wanted) for index, part in enumerate(value))
+    parts = ((part, index) for index, part in enumerate(value))
+    is_user = item.data.get("role") == "user"
+    return parts_joined(parts, has_pictures=is_user, wanted="input_text or output_text")
 
 
-Parts = Annotated[str, PlainValidator(parse_parts, json_schema_input_type=str | list[InputText] | None)]
+Parts = Annotated[
+    Any, PlainValidator(parse_parts, json_schema_input_type=str | list[InputText | InputImage] | None)
+]
 
 
 class MessageItem(StrictBody):
@@ -278,7 +282,8 @@ def messages_of(value: str | list[Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for index, raw in enumerate(value):
         for item in _of_elsewhere(raw):
-            _add(messages, _parsed(item, f"input[{index}]"))
+            where = f"input[{index}]"
+            _add(messages, _parsed(item, where), where)
     return messages
 
 
@@ -339,14 +344,14 @@ def _parsed(raw: Any, where: str) -> InputItem:
         raise as_invalid_request(error, within=where) from None
 
 
-def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
+def _add(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
     match item:
         case MessageItem(role="assistant"):
             turn = _turn(messages, lambda last: not last["content"] and "tool_calls" not in last)
             turn["content"] = item.content
         case MessageItem():
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": item.content})
+            messages.append({"role": role, "content": placed(item.content, where)})
         case FunctionCallItem():
             name = item.name if item.namespace is None else flat_name(item.namespace, item.name)
             function = CalledFunction(name=name, arguments=item.arguments).for_template()
@@ -357,7 +362,9 @@ def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
             call = {"id": item.call_id, "type": "function", "function": function}
             _turn(messages, lambda _last: True).setdefault("tool_calls", []).append(call)
         case FunctionCallOutputItem():
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+            # A picture's path then says `content` for `output`, as in other results.
+            content = placed(item.output, where)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         case ReasoningItem():
             if text := "\n".join(part.text for part in item.content or ()):
                 messages.append({"role": "assistant", "content": "", "reasoning_content": text})

@@ -1,6 +1,7 @@
 """`/v1/messages` through Anthropic's own client: what it takes, the events it sends, and its errors."""
 
 import json
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from mesh.api import pictures
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
 from mesh.api.messages.events import ContentBlocks
 from mesh.api.messages.protocol import messages_of
@@ -213,13 +215,17 @@ def test_turns_of_one_role_are_one_turn() -> None:
     ]
 
 
-def test_a_picture_in_a_result_does_not_end_the_conversation() -> None:
+async def test_a_picture_in_a_result_does_not_end_the_conversation() -> None:
     """What tools return is not the client's choice; a picture of the user is refused."""
     picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
     parts: list[Any] = [{"type": "text", "text": "2 by 2"}, picture, {"type": "x y\n" * 99}]
-    (result,) = messages_of(
+    messages = messages_of(
         [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": parts}]}], None
     )
+    of_text = await pictures.shown(
+        messages, None, param="messages", client=None, random_bits=secrets.randbits
+    )
+    (result,) = of_text.messages
     assert result["content"] == "\n".join(
         ["2 by 2", *(f"[{each} left out: this model reads text only]" for each in ("image", "part"))]
     )
@@ -404,7 +410,11 @@ async def test_models_are_listed(api: Api) -> None:
         ({"max_tokens": 9, "messages": [{"role": "tool", "content": "x"}]}, "user, assistant or system"),
         (
             {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            r"messages\[0\].content\[0\].type: this server reads text only",
+            r"messages\[0\].content: part 0 has a source of type that is no string",
+        ),
+        (
+            {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            r"messages\[0\].content\[0\].type: this server reads texts and pictures only",
         ),
         (
             {"max_tokens": 9, "messages": HELLO, "tools": [{"type": "computer_20250124", "name": "s"}]},

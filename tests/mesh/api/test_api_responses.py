@@ -10,6 +10,7 @@ import pytest
 from mesh.api import errors
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
 from mesh.api.errors import json_bytes
+from mesh.api.picture_parts import PicturedText, PicturePart
 from mesh.api.response_store import ResponseStore, StoredResponse
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
@@ -329,6 +330,28 @@ async def test_items_that_are_not_kept_cannot_be_referred_to(tokenizer: Tokenize
             )
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[0].id")
             assert reference["id"] in refused.json()["error"]["message"]
+
+
+async def test_a_picture_of_several_answers_is_held_and_counted_once() -> None:
+    picture = PicturePart(text="A" * 1000)
+    shown = {"role": "user", "content": PicturedText(parts=("What?", picture))}
+    item = {"id": "msg_1", "content": [{"type": "input_image", "image_url": picture.text}]}
+    store = ResponseStore(max_bytes=400, max_picture_bytes=2500)
+    for name in "abc":
+        await store.put("alice", name, StoredResponse([shown], {}, [item]))
+    assert all(store.get("alice", name) for name in "abc")
+    for name, text in (("d", "B" * 1000), ("e", "C" * 1000)):
+        # As long, and another one.
+        other = {"role": "user", "content": PicturedText(parts=(PicturePart(text=text),))}
+        await store.put("alice", name, StoredResponse([other], {}))
+    # It went with the last answer that had it.
+    assert [name for name in "abcde" if store.get("alice", name)] == ["d", "e"]
+    await store.put(
+        "alice",
+        "huge",
+        StoredResponse([shown, {"content": PicturedText(parts=(PicturePart(text="D" * 2000),))}], {}),
+    )
+    assert store.get("alice", "huge") is None
 
 
 async def test_the_store_has_bounds() -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,7 +65,10 @@ def ids_of(service: TextService, text: str, most_tokens: int = 10**7, **how: Any
 
 
 async def prompt_of(
-    service: TextService, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    service: TextService,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    gaps: Sequence[str] = (),
 ) -> PromptIds:
     return await service.prompt(
         messages,
@@ -77,6 +80,7 @@ async def prompt_of(
         most_tokens=10**7,
         param="messages",
         client=None,
+        gaps=gaps,
     )
 
 
@@ -123,6 +127,39 @@ def test_it_has_no_environment_and_may_write_nothing(
 
 def workers_of(pool: WorkerPool) -> list[psutil.Process]:
     return [psutil.Process(worker._process.pid) for worker in pool._workers if worker._process is not None]
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+async def test_around_gaps_each_piece_is_tokenized_by_itself(
+    smollm2_path: Path, gemma3_path: Path, pool: WorkerPool, name: str
+) -> None:
+    """As llama.cpp does around pictures: BOS once, no token across a gap, marks of turns beside one."""
+    tokenizer = Tokenizer(smollm2_path if name == "smollm2" else gemma3_path)
+    source = "<|im_start|>{{ messages[0].content }}<|im_end|>"
+    service = TextService(TextModel(str(tokenizer.path), tokenizer.stamp, source), pool)
+    gaps = ["gapone", "gaptwo"]
+    found = await prompt_of(service, [{"role": "user", "content": "gaptwoIt is a colgapone our"}], gaps=gaps)
+    bos = list(tokenizer.sequence_ends[0])
+    assert len(bos) == (name == "gemma3")
+    pieces = [
+        tokenizer.encode(text, add_special=False, parse_special=True)
+        for text in ("<|im_start|>", "It is a col", " our<|im_end|>")
+    ]
+    assert found.tokens == [*bos, *pieces[0], *pieces[1], *pieces[2]]
+    ahead = len(bos) + len(pieces[0])
+    assert [tuple(place) for place in found.places] == [(1, ahead), (0, ahead + len(pieces[1]))]
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["Nothing.", "{{ messages[0].content }}{{ messages[0].content }}", "{{ messages[0].content | upper }}"],
+)
+async def test_a_template_that_does_not_show_a_gap_once_is_refused(
+    model: TextModel, pool: WorkerPool, source: str
+) -> None:
+    service = TextService(replace(model, template=source), pool)
+    with pytest.raises(InvalidRequest, match="does not show each picture once"):
+        await prompt_of(service, [{"role": "user", "content": "See gapone."}], gaps=["gapone"])
 
 
 def test_text_crosses_as_it_is(model: TextModel, pool: WorkerPool) -> None:

@@ -12,7 +12,7 @@ from spanmesh_proto.errors import Overloaded
 
 def budget_of(max_wait_s: float = 60.0) -> BodyBudget:
     """Bodies of up to 10 bytes: two of a client, four in all."""
-    return BodyBudget(client_bytes=20, total_bytes=40, body_bytes=10, max_wait_s=max_wait_s)
+    return BodyBudget(body_bytes=lambda: 10, client_bodies=2, total_bodies=4, max_wait_s=max_wait_s)
 
 
 async def settled() -> None:

@@ -33,8 +33,8 @@ ALICE = {"authorization": f"Bearer {KEY}"}
 @pytest.fixture
 def budget(monkeypatch: pytest.MonkeyPatch) -> BodyBudget:
     """Room for one body of each key that is not empty, and for two in all."""
-    found = BodyBudget(client_bytes=BODY_BYTES, total_bytes=2 * BODY_BYTES, body_bytes=BODY_BYTES)
-    monkeypatch.setattr("mesh.api.app.BodyBudget", lambda: found)
+    found = BodyBudget(body_bytes=lambda: BODY_BYTES, client_bodies=1, total_bodies=2)
+    monkeypatch.setattr("mesh.api.app.BodyBudget", lambda **_given: found)
     return found
 
 
