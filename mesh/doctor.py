@@ -26,6 +26,7 @@ from mesh.cluster.host_facts import try_llama_cpp
 from mesh.cluster.port_plan import plan_ports
 from mesh.status import ChatModelStatus
 from mesh.util.child_environment import inherited_environment, module_command, relative_entries
+from mesh.vision.projectors import library_state, projectors_beside
 from spanmesh_proto.addresses import PortRange, is_loopback
 from spanmesh_proto.errors import MeshError
 from stages.host.gpu_backends import CARDS
@@ -464,6 +465,7 @@ def this_host_checks(
         yield fail(name, "llama.cpp", report, remedy)
     else:
         yield from host_checks(name, report)
+        yield ok(name, "pictures", library_state())
     yield _api_port(name, port, url)
     yield _address(name, advertise)
     if port_range is not None:
@@ -649,8 +651,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check]:
-    from mesh.draft.drafter import serving_command  # noqa: PLC0415 - brings numpy
-    from mesh.draft.pairs import command_with_model, drafters_beside  # noqa: PLC0415
+    from mesh.draft.pairs import command_with_model, drafters_beside  # noqa: PLC0415 - brings numpy
     from stages.slicing.model_facts import read_model_facts  # noqa: PLC0415
 
     what = f"model {path.name}"
@@ -673,10 +674,10 @@ def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check
             f"{format_size(free_disk_bytes)} free, cutting takes up to {format_size(facts.file_bytes)}",
             "make room, or set XDG_CACHE_HOME to a larger disk",
         )
+    for called, found in projectors_beside(path):
+        yield ok(name, f"projector {called}", found)
     for drafter in drafters_beside(facts):
-        command = serving_command(path, drafter.path)
-        detail = drafter.misfit or f"{drafter.label} for it: {command}"
-        yield ok(name, f"drafter {drafter.path.name}", detail)
+        yield ok(name, f"drafter {drafter.path.name}", drafter.told_for(path))
 
 
 def hub_checks(name: str, model: str, drafters: Mapping[str, str]) -> Iterator[Check]:

@@ -29,6 +29,9 @@ _PART: Final = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})")
 _USUAL: Final = "Q4_K_M"
 # Files beside models that are none.
 _NO_MODEL: Final = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+# Projectors for pictures beside them, and their formats without loss to speak of.
+_PROJECTOR: Final = re.compile(r"mmproj", re.IGNORECASE)
+_PROJECTOR_QUANTS: Final = ("F16", "Q8_0", "BF16")
 # Drafters beside them, by the names that repositories and llama.cpp's own commands give them. A whole model
 # with a head may have `MTP` in its name.
 _DRAFTER: Final = re.compile(r"(?:^|/)mtp-|(?:^|[-._/])(?i:eagle3?|dflash2?|dspark|assistant)(?:$|[-._])")
@@ -156,6 +159,38 @@ def choose(reference: HubReference, files: Sequence[RepoFile]) -> tuple[RepoFile
     return _parts(reference, found[0], every[found[0]])
 
 
+def choose_projector(reference: HubReference, files: Sequence[RepoFile]) -> RepoFile | None:
+    """The projector of a repository: the one that is named, or else the smallest in a usual format.
+
+    Args:
+        reference: The request; a name in it is one of a projector.
+        files: Files of the repository.
+
+    Returns:
+        None if it has none, and none was named.
+
+    Raises:
+        HubUnavailable: If there is none of that name, or several.
+    """
+    found = [file for file in files if file.name.endswith(".gguf") and _PROJECTOR.search(file.name)]
+    wanted = reference.wanted
+    if wanted is None:
+        usual = [file for file in found if any(_has(_stem(file), quant) for quant in _PROJECTOR_QUANTS)]
+        return min(usual or found, key=lambda file: (file.size_bytes, file.name), default=None)
+    named = [file for file in found if _is_called(_stem(file), wanted)] or [
+        file for file in found if _has(_stem(file), wanted)
+    ]
+    if len(named) != 1:
+        among = ", ".join(sorted(_stem(file) for file in found)) or "none"
+        trouble = f"{len(named)} projectors fit" if named else "no projector fits"
+        raise HubUnavailable(f"{trouble} {reference}: choose one after a colon; there are {among}")
+    return named[0]
+
+
+def _stem(file: RepoFile) -> str:
+    return file.name.removesuffix(".gguf")
+
+
 def drafters_in(repository: Repository) -> tuple[str, ...]:
     """Names of a repository's drafters, as their files are called; none where it has nothing else."""
     names = _models(repository.files)
@@ -278,11 +313,42 @@ class HubLibrary:
             ModelError: If the disk has no room for it.
             ClusterError: If the extra that talks to the hub is not installed.
         """
+        found = self._pull(str(reference), reference, lambda files: choose(reference, files), progress)
+        assert found is not None  # noqa: S101 - a model has files
+        return found
+
+    def pull_projector(
+        self, reference: HubReference, progress: Callable[[str], Callable[[int, int], None]]
+    ) -> Path | None:
+        """Bring a repository's projector here, see `choose_projector`; arguments and errors as `pull`."""
+
+        def choose_one(files: Sequence[RepoFile]) -> tuple[RepoFile, ...]:
+            found = choose_projector(reference, files)
+            return () if found is None else (found,)
+
+        found = self._pull(f"{reference} mmproj", reference, choose_one, progress)
+        return None if found is None else found.path
+
+    def _pull(
+        self,
+        name: str,
+        reference: HubReference,
+        choose_from: Callable[[Sequence[RepoFile]], tuple[RepoFile, ...]],
+        progress: Callable[[str], Callable[[int, int], None]],
+    ) -> PulledModel | None:
+        """Bring files here that make a whole; None if there are none to bring.
+
+        Args:
+            name: Under which it is noted what was found.
+            reference: Repository and revision.
+            choose_from: Chooses among all files of the repository.
+            progress: See `pull`.
+        """
         try:
             repository = self._read(reference)
-            files = choose(reference, repository.files)
+            files = choose_from(repository.files)
         except HubUnavailable as error:
-            known = self._known(reference)
+            known = self._known(name, reference.repo)
             if known is None:
                 raise
             log.warning("hub_not_asked", model=str(reference), reason=error.message)
@@ -292,8 +358,10 @@ class HubLibrary:
             if path.is_file() and path.stat().st_size == file.size_bytes:
                 continue
             _download(repository.url(file), file, path, progress)
+        self._note(name, repository, files)
+        if not files:
+            return None
         (self._root / repository.repo / repository.commit).touch()  # when it was last used
-        self._note(reference, repository, files)
         hub = tuple(HubFile(repository.url(file), file.size_bytes) for file in files)
         return PulledModel(paths[0], hub)
 
@@ -357,21 +425,21 @@ class HubLibrary:
             )
         return path
 
-    def _note(self, reference: HubReference, repository: Repository, files: tuple[RepoFile, ...]) -> None:
-        path = self._root / reference.repo / _KNOWN
+    def _note(self, name: str, repository: Repository, files: tuple[RepoFile, ...]) -> None:
+        path = self._root / repository.repo / _KNOWN
         known = _load(path)
-        known[str(reference)] = {
+        known[name] = {
             "commit": repository.commit,
             "files": [asdict(file) for file in files],
         }
         write_atomically(path, json.dumps(known))
 
-    def _known(self, reference: HubReference) -> tuple[Repository, tuple[RepoFile, ...]] | None:
-        """Its state when it was last pulled, if all of that is here."""
+    def _known(self, name: str, repo: str) -> tuple[Repository, tuple[RepoFile, ...]] | None:
+        """What was found when it was last pulled, if all of that is here."""
         try:
-            known = _load(self._root / reference.repo / _KNOWN)[str(reference)]
+            known = _load(self._root / repo / _KNOWN)[name]
             files = tuple(RepoFile(**file) for file in known["files"])
-            repository = Repository(reference.repo, str(known["commit"]), files)
+            repository = Repository(repo, str(known["commit"]), files)
         except (KeyError, TypeError):
             return None
         paths = [self._path(repository, file) for file in files]

@@ -47,6 +47,8 @@ class ModelDescription:
     """Numbers of a vector, of an embedding model."""
     pooling: str | None = field(default=None, metadata=_UNSET)
     """How an embedding model makes one vector of a text."""
+    projector: str | None = field(default=None, metadata=_UNSET)
+    """Name of the file with which it reads pictures; None for one that reads text only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -539,6 +541,8 @@ class LibraryStatus:
     """Positions of a session."""
     size_bytes: int = 0
     """Size of its file."""
+    projector: str | None = None
+    """Name of the file with which it reads pictures; None for text only."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,7 +11,7 @@ import click
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.options import OptionsCommand, made
-from mesh.cli.shared_options import head_options, key_of, local_model, served_model
+from mesh.cli.shared_options import head_options, key_of, local_model, projector_for, served_model
 from mesh.options.model import API, PLACEMENT, SESSIONS, SPECULATION, LoadRequest
 from mesh.status import read_status
 from mesh.util.printable import say
@@ -49,7 +49,10 @@ def load(model: Path, url: str, api_key_file: Path | None, **values: Any) -> Non
     made(LoadRequest, {**wanted, "model": str(model)})
     if (drafter := values.get("draft_path")) is not None:
         wanted["draft_path"] = _whole(local_model(drafter).path)
-    request = made(LoadRequest, {**wanted, "model": str(_whole(served_model(model).path))})
+    pulled = served_model(model)
+    if not wanted["embeddings"]:
+        wanted["mmproj"] = projector_for(values["mmproj"], model, pulled.path)
+    request = made(LoadRequest, {**wanted, "model": str(_whole(pulled.path))})
     order = request.model_dump(mode="json")
     head, key = url.rstrip("/"), key_of(api_key_file)
     answer = _watched(head, key, order)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.options import options_of
-from mesh.cli.shared_options import int_option, key_of, local_model
+from mesh.cli.shared_options import int_option, key_of, local_model, picture_bytes_of
 from mesh.options.host import HostOptions
 from mesh.options.model import ModelOptions
 from mesh.util.child_environment import API_KEY
@@ -55,7 +55,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 )
 @options_of(ModelOptions, "draft_path", "stages", "split")
 @click.option("--topology", type=_FILE, help="TOML file that fixes the placement, tables [[stage]].")
-@options_of(ModelOptions, "ctx_size", "parallel", "kv_type", "checkpoints", "exact")
+@options_of(ModelOptions, "mmproj", "ctx_size", "parallel", "kv_type", "checkpoints", "exact")
 @options_of(HostOptions, "threads", "memory_bytes", "gpu_layers", "cpu_moe", "n_cpu_moe")
 @int_option(
     "--prompt-tokens",
@@ -78,6 +78,7 @@ def plan(
     split: tuple[int, ...] | None,
     draft_path: Path | None,
     topology: Path | None,
+    mmproj: str,
     ctx_size: int | None,
     parallel: int,
     kv_type: str,
@@ -130,6 +131,7 @@ def plan(
         worker_bytes=worker_bytes(),
         text_bytes=text_bytes_of(model),
         draft_bytes=bytes_beside(drafter, model, workload.ctx_size, parallel),
+        picture_bytes=picture_bytes_of(mmproj, model),
         num_stages=stages,
         split=split,
         topology=None if topology is None else read_topology(topology),
@@ -228,7 +230,8 @@ def print_plan(found: DryRun) -> None:
     console.print(
         f"{found.head}, the head: {format_size(found.worker_bytes + found.text_bytes)} for processes that "
         f"read texts and bodies, {format_size(found.text_bytes)} of it for the vocabulary"
-        + (f", and {format_size(found.draft_bytes)} for the drafter" if found.draft_bytes else ""),
+        + (f", and {format_size(found.draft_bytes)} for the drafter" if found.draft_bytes else "")
+        + (f", and {format_size(found.picture_bytes)} for pictures" if found.picture_bytes else ""),
         highlight=False,
         soft_wrap=True,
     )

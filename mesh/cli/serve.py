@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from mesh.cli.options import OptionsCommand, made
-from mesh.cli.shared_options import local_model, served_model, use_storage
+from mesh.cli.shared_options import local_model, projector_for, served_model, use_storage
 from mesh.options.host import AFTER_CRASH, JOINING, ON_DEMAND, WEIGHTS, HeadOptions
 from mesh.options.model import API, PLACEMENT, SESSIONS, SPECULATION
 from spanmesh_proto.errors import ClusterError
@@ -65,11 +65,13 @@ def _on_this_host(options: HeadOptions, model: Path | None) -> HeadOptions:
         address, *others = own_addresses(must_be_clear=num_hosts > 0)
     else:
         address, others = advertised(options.advertise), []
-    pulled = served_model(model or (_library_model(folders) if folders else demo_model()))
+    named = model or (_library_model(folders) if folders else demo_model())
+    pulled = served_model(named)
     drafter = options.draft_path
     return options.changed(
         model=pulled.path,
         draft_path=None if drafter is None else local_model(drafter).path,
+        mmproj=projector_for(options.mmproj, named, pulled.path),
         hub=pulled.hub,
         name=name,
         address=address,

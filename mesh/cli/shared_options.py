@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import click
+import structlog
 from click.core import ParameterSource
 
+from mesh.options.model import AUTO, NONE
 from mesh.util.child_environment import API_KEY
-from spanmesh_proto.errors import ClusterError, MeshError
+from spanmesh_proto.errors import ClusterError, MeshError, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from mesh.hub import PulledModel
+    from mesh.hub import HubReference, PulledModel
     from mesh.options.host import HostOptions
     from mesh.util.terminal import ProgressBars
     from spanmesh_proto.addresses import PortRange
@@ -26,6 +29,7 @@ Number = TypeVar("Number", int, float)
 Name = TypeVar("Name", bound=str)
 Value = TypeVar("Value")
 _FILE: Final = click.Path(path_type=Path, dir_okay=False)
+log = structlog.get_logger()
 
 
 class Decorator(Protocol):
@@ -350,6 +354,71 @@ def served_model(model: Path) -> PulledModel:
     pulled = local_model(model)
     require_model(pulled.path)
     return pulled
+
+
+def projector_for(wanted: str, model: Path, path: Path) -> str:
+    """The option `--mmproj` with what it means on this host: the path of a projector, or `none`.
+
+    One that `auto` finds and that cannot be used is no reason not to serve texts.
+
+    Args:
+        wanted: A file, `hf:org/repo:NAME`, `auto` or `none`.
+        model: The model, as it was named.
+        path: The model on this host.
+
+    Raises:
+        ModelError: If it was named, is at the hub, and cannot be had there.
+    """
+    from mesh.hub import is_reference, parse_reference  # noqa: PLC0415 - keeps --help quick
+
+    if wanted == AUTO:
+        return _projector_beside(model, path)
+    if is_reference(wanted):
+        found = _pulled_projector(parse_reference(wanted))
+        if found is None:
+            raise ModelError(f"{wanted} has no projector for pictures: name another, or leave out --mmproj")
+        return str(found)
+    return wanted if wanted == NONE else str(Path(wanted).absolute())
+
+
+def picture_bytes_of(wanted: str, model: Path) -> int:
+    """Memory that pictures take on the head's host with a projector; arguments and errors as `projector_for`.
+
+    Raises:
+        InvalidModel: If the projector cannot be used with the model.
+    """
+    from mesh.vision.projectors import checked_picture_bytes  # noqa: PLC0415 - keeps --help quick
+
+    projector = projector_for(wanted, model, model)
+    return 0 if projector == NONE else checked_picture_bytes(Path(projector), model)
+
+
+def _projector_beside(model: Path, path: Path) -> str:
+    from mesh.hub import is_reference, parse_reference  # noqa: PLC0415 - keeps --help quick
+    from mesh.vision.projectors import checked_picture_bytes  # noqa: PLC0415
+    from stages.vision.library import mtmd_path  # noqa: PLC0415
+
+    if not is_reference(str(model)):
+        return NONE
+    try:
+        mtmd_path()
+        found = _pulled_projector(replace(parse_reference(str(model)), wanted=None))
+        if found is None:
+            return NONE
+        checked_picture_bytes(found, path)
+    except MeshError as error:
+        log.warning("pictures_off", model=str(model), reason=error.message)
+        return NONE
+    return str(found)
+
+
+def _pulled_projector(reference: HubReference) -> Path | None:
+    from mesh.hub import HubLibrary  # noqa: PLC0415 - keeps --help quick
+    from mesh.util.terminal import progress_bars  # noqa: PLC0415
+    from stages.weights.disk_cache import default_root  # noqa: PLC0415
+
+    with progress_bars() as bars:
+        return HubLibrary(default_root()).pull_projector(reference, _in_bytes(bars))
 
 
 def _in_bytes(bars: ProgressBars) -> Callable[[str], Callable[[int, int], None]]:

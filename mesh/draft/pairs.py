@@ -40,6 +40,10 @@ class DrafterBeside:
     misfit: str
     """Why it cannot draft for the model; empty if it can, as far as headers tell."""
 
+    def told_for(self, model: Path) -> str:
+        """What it is for the model: with the command that serves both, or why it cannot draft."""
+        return self.misfit or f"{self.label} for it: {serving_command(model, self.path)}"
+
 
 def drafters_beside(model: ModelFacts) -> Iterator[DrafterBeside]:
     """Drafters beside a model, in the order of their names.

@@ -107,6 +107,8 @@ class DryRunOptions:
     """Memory of the model's vocabulary in all processes for texts."""
     draft_bytes: int = 0
     """Memory of the drafter on the head's host; of one beside the last stage, the model's facts have it."""
+    picture_bytes: int = 0
+    """Memory of the processes for pictures there."""
     num_stages: int | None = None
     """Number of stages, or None for the planner's choice."""
     split: tuple[int, ...] | None = None
@@ -147,6 +149,8 @@ class DryRun:
     """Memory of the model's vocabulary in all processes for texts, on the head's host."""
     draft_bytes: int = 0
     """Memory of the drafter there."""
+    picture_bytes: int = 0
+    """Memory of the processes for pictures there."""
     context: ContextChoice | None = None
     """Choice of the context; None if one was asked for."""
     q8_0_cache_bytes: int | None = None
@@ -173,6 +177,7 @@ class DryRun:
                 "worker_bytes": self.worker_bytes,
                 "text_bytes": self.text_bytes,
                 "draft_bytes": self.draft_bytes,
+                "picture_bytes": self.picture_bytes,
             },
             "stages": [
                 {
@@ -289,6 +294,7 @@ def dry_run(
         worker_bytes=options.worker_bytes,
         text_bytes=options.text_bytes,
         draft_bytes=options.draft_bytes,
+        picture_bytes=options.picture_bytes,
         context=chosen,
         q8_0_cache_bytes=_q8_0_cache_bytes(sizes, placed, context),
     )
@@ -312,8 +318,8 @@ def _q8_0_cache_bytes(sizes: StageSizes, placed: Plan, context: PlanningContext)
 
 
 def _with_head(context: PlanningContext, options: DryRunOptions) -> PlanningContext:
-    """The same hosts, the head's with what processes for texts and bodies, and the drafter, leave."""
-    text_bytes = options.worker_bytes + options.text_bytes
+    """The same hosts, the head's with what its processes for requests, and the drafter, leave."""
+    text_bytes = options.worker_bytes + options.text_bytes + options.picture_bytes
     hosts = [
         replace(host, capacity=host.capacity.on_head(draft_bytes=options.draft_bytes, text_bytes=text_bytes))
         if host.capacity.name == context.head

@@ -26,6 +26,10 @@ SESSIONS: Final = "Sessions"
 SPECULATION: Final = "Speculation"
 PLACEMENT: Final = "Placement"
 API: Final = "API"
+AUTO: Final = "auto"
+"""Projector: the one beside a model of the hub, if there is one."""
+NONE: Final = "none"
+"""Projector: none."""
 # Options of embedding models; the others are of models that generate text.
 _OF_EMBEDDINGS: Final = frozenset({"model", "name", "embeddings", "ctx_size", "threads", "max_waiting"})
 
@@ -216,6 +220,25 @@ class ModelOptions(Options):
             help="Layers of each stage, such as 10,10,10.",
         ),
     ] = None
+    mmproj: Annotated[
+        str,
+        Field(min_length=1, max_length=_MOST_CHARS),
+        Option(
+            section=SESSIONS,
+            metavar="FILE",
+            help="Projector with which MODEL reads pictures, a GGUF file or hf:org/repo:NAME; auto is the "
+            "one beside a model of the hub, none reads text only.",
+        ),
+    ] = AUTO
+    image_max_tokens: Annotated[
+        int,
+        Field(ge=1, le=4096),
+        Option(
+            section=SESSIONS,
+            metavar="N",
+            help="Most tokens of a picture, where the projector takes any size: larger ones are scaled down.",
+        ),
+    ] = 1024
     ctx_size: Annotated[
         int | None,
         Field(ge=16, le=2**31),
@@ -290,6 +313,11 @@ class ModelOptions(Options):
                 f"--draft-min is {self.draft_min}: it must be from 1 to --draft-max, {self.draft_max}",
                 param="draft_min",
             )
+
+    @property
+    def projector_path(self) -> Path | None:
+        """Projector for pictures, once it is known where it is; None for a model that reads text only."""
+        return None if self.mmproj in {AUTO, NONE} else Path(self.mmproj)
 
     @property
     def hidden_type(self) -> HiddenType | None:

@@ -168,7 +168,11 @@ class HostCapacity:
             if self.uses_gpus
         )
         draft = f" beside {format_size(self.draft_bytes)} for the draft model" if self.draft_bytes else ""
-        texts = f" beside {format_size(self.text_bytes)} for reading texts" if self.text_bytes else ""
+        texts = (
+            f" beside {format_size(self.text_bytes)} for reading texts and pictures"
+            if self.text_bytes
+            else ""
+        )
         others = f" beside {format_size(self.others_bytes)} of other models" if self.others_bytes else ""
         return f"{format_size(max(0, self.memory_bytes))} on {self.name}{on_gpus}{draft}{texts}{others}"
 

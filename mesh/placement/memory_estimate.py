@@ -61,6 +61,13 @@ class Workload:
     """Checkpoints of each session's recurrent state; 0 for models without one."""
     repacks: bool = True
     """Whether weights may be repacked for faster kernels."""
+    most_at_once: int = 0
+    """Most rows that have to be computed at once, see `RuntimeOptions`; 0 for none."""
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a batch."""
+        return max(self.numerics.max_rows, self.most_at_once)
 
     @property
     def num_states(self) -> int:
@@ -237,7 +244,7 @@ class StageSizes:
         middle = self._row_bytes + self._num_cells * self._num_masks * CELL_BYTES
 
         def with_logits(copies: int) -> int:
-            of_one_token = copies * self._numerics.max_rows * _F32_BYTES + _TOKEN_BYTES
+            of_one_token = copies * self.workload.max_rows * _F32_BYTES + _TOKEN_BYTES
             return middle + self.model.n_vocab * of_one_token
 
         # The first stage has a vocabulary, so llama.cpp allocates logits, though it computes none.
@@ -261,7 +268,7 @@ class StageSizes:
         """Bytes of a batch's rows: their activations, and their masks over the cache."""
         seen = self._numerics.num_cells_seen(self.workload.ctx_size, self.workload.num_slots)
         of_one = self.model.row_width * _F32_BYTES + seen * self._num_masks * MASK_BYTES
-        return self._numerics.max_rows * of_one
+        return self.workload.max_rows * of_one
 
     @property
     def _num_masks(self) -> int:

@@ -30,7 +30,7 @@ from mesh.serve.on_demand.loader import OnDemandLoader
 from mesh.serve.on_demand.policy import DemandRules
 from mesh.serve.on_demand.room import RoomCheck
 from mesh.serve.options import fitted_to
-from mesh.serve.served_model import backend_of, new_model
+from mesh.serve.served_model import backend_of, opened_model
 from mesh.serve.startup_message import print_join_line, print_served
 from mesh.serve.status import HeadParts, MeshState, link_runs_of
 from mesh.text.text_service import worker_bytes
@@ -181,8 +181,20 @@ async def serve_mesh(options: HeadOptions, known: Preflight, interruption: Inter
     Raises:
         MeshError: If the model cannot be served; the message gives the reason and the remedy.
     """
-    given, options = options, fitted_to(options, known.model)
-    first = new_model(model_name(options.model), options, known)
+    fitted = fitted_to(options, known.model)
+    async with opened_model(model_name(options.model), fitted, known) as first:
+        await _serve_mesh(options, first, interruption)
+
+
+async def _serve_mesh(given: HeadOptions, first: ServedModel, interruption: Interruption) -> None:
+    """Serve a model until interrupted.
+
+    Args:
+        given: Options of the command line.
+        first: The model, with its options fitted to it.
+        interruption: See `serve_mesh`.
+    """
+    options, known = first.options, first.known
     cache = StageCache()
     tracer = open_tracer()
     backends = Backends(backend_of(first, _api_context(first.state)))

@@ -16,7 +16,7 @@ from mesh.serve.embeddings.model import EmbeddingModel, check_embedding_model, n
 from mesh.serve.head_failover import end_ring, saved_model
 from mesh.serve.head_state import SavedModel
 from mesh.serve.model_coordinator import open_parts
-from mesh.serve.served_model import backend_of, checked_load, drained, new_model
+from mesh.serve.served_model import backend_of, checked_load, drained, opened_model
 from mesh.util.tasks import entered_in_thread
 from spanmesh_proto.errors import (
     ClusterError,
@@ -344,10 +344,13 @@ class ModelRegistry:
             return
         taken_bytes = self._allocations.held_bytes(self._head.own)
         options, known = await checked_load(load_request, self._first, taken_bytes=taken_bytes)
-        slot.model = model = new_model(
-            name, options, known, load_request=load_request, transfers=self._first.state.transfers
-        )
-        async with entered_in_thread(open_parts(options, known)) as parts:
+        async with (
+            opened_model(
+                name, options, known, load_request=load_request, transfers=self._first.state.transfers
+            ) as model,
+            entered_in_thread(open_parts(options, known)) as parts,
+        ):
+            slot.model = model
             try:
                 await self._api_models.add(model)
                 deployment = ModelDeployment(

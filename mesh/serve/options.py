@@ -10,6 +10,7 @@ import structlog
 
 from mesh.options.model import model_options_in
 from mesh.placement.context_choice import least_context
+from mesh.vision.projectors import checked_picture_bytes
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -65,6 +66,17 @@ def speculation_refusal(model: ModelFacts, num_checkpoints: int, *, is_exact: bo
         f"{model.architecture} keeps a recurrent state, which goes back to before a rejected token only with "
         "checkpoints, and --checkpoints is 0"
     )
+
+
+def picture_bytes_for(options: HeadOptions) -> int:
+    """Memory of the processes for pictures, if the model reads any; its projector is checked by its header.
+
+    Raises:
+        InvalidModel: See `checked_picture_bytes`.
+        ClusterError: If libmtmd is missing.
+    """
+    path = options.projector_path
+    return 0 if path is None else checked_picture_bytes(path, options.model)
 
 
 def fitted_to(options: HeadOptions, model: ModelFacts) -> HeadOptions:

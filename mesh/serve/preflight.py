@@ -19,7 +19,7 @@ from mesh.placement.gpu_layers import check_gpu_layers
 from mesh.placement.host_assignment import never
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import Plan, check_stages, plan
-from mesh.serve.options import ctx_size_for, fitted_to
+from mesh.serve.options import ctx_size_for, fitted_to, picture_bytes_for
 from mesh.text.text_service import text_bytes_of, worker_bytes
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
@@ -68,7 +68,7 @@ class Preflight:
     draft_bytes: int = 0
     """Memory of the draft model on this host."""
     text_bytes: int = 0
-    """Memory of the vocabulary in all processes for texts on this host."""
+    """Memory of the processes on this host that read its texts and pictures."""
     draft_ctx_size: int = 0
     """Positions of one session of the draft model; beyond them nothing is drafted."""
     drafter: Drafter | None = None
@@ -186,7 +186,7 @@ def check_model(
     if options.topology is not None:
         options.topology.check(model)
     facts = facts_of_host()
-    text_bytes = text_bytes_of(options.model)
+    text_bytes = text_bytes_of(options.model) + picture_bytes_for(options)
     free_bytes = facts.memory_bytes - taken_bytes - text_bytes
     draft_ctx_size = _draft_ctx_size(options, drafter, StageSizes(model, workload), free_bytes)
     return Preflight(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -13,6 +14,7 @@ from mesh.api.backend import Backend
 from mesh.coordinator.coordinator import PendingEngine
 from mesh.serve.head_state import setup_of
 from mesh.serve.options import fitted_to, options_of_load
+from mesh.serve.pictures import open_pictures
 from mesh.serve.pipeline import Pipeline
 from mesh.serve.preflight import check_model
 from mesh.serve.stage_factory import Transfers
@@ -21,9 +23,12 @@ from spanmesh_proto.errors import ModelNotFound, StageFailed
 from stages.cancellable_work import CancellableWork
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from mesh.api.backend import ApiContext
     from mesh.options.host import HeadOptions
     from mesh.options.model import LoadRequest
+    from mesh.serve.pictures import ServedPictures
     from mesh.serve.preflight import Preflight
 
 _POLL_S: Final = 0.1
@@ -51,6 +56,8 @@ class ServedModel:
     """Fingerprint of all settings that its stages are loaded with."""
     load_request: LoadRequest | None = None
     """Request of `mesh load`; None for the model that `mesh serve` was started with."""
+    pictures: ServedPictures | None = None
+    """How it reads pictures; None for text only."""
 
 
 async def checked_load(
@@ -78,6 +85,7 @@ def new_model(
     options: HeadOptions,
     known: Preflight,
     *,
+    pictures: ServedPictures | None = None,
     load_request: LoadRequest | None = None,
     transfers: Transfers | None = None,
 ) -> ServedModel:
@@ -87,6 +95,7 @@ def new_model(
         name: Model name for clients.
         options: Options, fitted to the model.
         known: Results of the checks before the start.
+        pictures: How it reads pictures; None for text only.
         load_request: Request of `mesh load`, if there was one.
         transfers: Record of weights sent to hosts; new unless given.
     """
@@ -99,8 +108,26 @@ def new_model(
         speculation_mode=options.speculate,
         num_checkpoints=0 if known.model.can_trim else options.checkpoints,
         transfers=transfers or Transfers(),
+        projector=None if pictures is None else pictures.projector,
     )
-    return ServedModel(name, options, known, engine, state, pipeline, setup_of(options, known), load_request)
+    setup = setup_of(options, known)
+    return ServedModel(name, options, known, engine, state, pipeline, setup, load_request, pictures)
+
+
+@asynccontextmanager
+async def opened_model(
+    name: str,
+    options: HeadOptions,
+    known: Preflight,
+    *,
+    load_request: LoadRequest | None = None,
+    transfers: Transfers | None = None,
+) -> AsyncIterator[ServedModel]:
+    """`new_model`, while its projector's process runs if it reads pictures; errors of `open_pictures`."""
+    async with open_pictures(options, known) as (pictures, whole):
+        yield new_model(
+            name, options, whole, pictures=pictures, load_request=load_request, transfers=transfers
+        )
 
 
 def backend_of(model: ServedModel, api: ApiContext) -> Backend:
@@ -122,6 +149,7 @@ def backend_of(model: ServedModel, api: ApiContext) -> Backend:
         is_whole=lambda: engine.is_ready,
         refusal=lambda: engine.refusal,
         num_slots=model.known.workload.num_slots,
+        pictures=None if model.pictures is None else model.pictures.pictures,
         records=model.options.record_path is not None,
         stage_counts=lambda: stage_counts(engine),
     )

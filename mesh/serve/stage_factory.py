@@ -236,6 +236,7 @@ class StageMaker:
                 repacks=workload.repacks,
                 cpu_moe_layers=placement.memory.cpu_moe_layers,
                 has_reader=assistant is not None,
+                most_at_once=workload.most_at_once,
             ),
             host=member.name,
             memory=placement.memory,

@@ -98,6 +98,8 @@ class MeshState:
     """Proposers that are allowed."""
     num_checkpoints: int = 0
     """Checkpoints of each session, in models with recurrent layers."""
+    projector: str | None = None
+    """Name of the file with which it reads pictures; None for text only."""
     transfers: Transfers = field(default_factory=Transfers)
     """Weights sent to hosts."""
     incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
@@ -147,6 +149,7 @@ class MeshState:
                 file_bytes=model.file_bytes,
                 context=self.engine.context_length,
                 numeric_mode=self.numeric_mode,
+                projector=self.projector,
             ),
             phase=self.phase,
             ready=self.engine.is_ready,

@@ -19,6 +19,7 @@ from mesh.hub import (
     RepoFile,
     Repository,
     choose,
+    choose_projector,
     drafters_in,
     parse_reference,
 )
@@ -36,6 +37,7 @@ from tests.support.eagle3 import DRAFTER
 from tests.support.hub_server import COMMIT, running_hub
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel
+from tests.support.tiny_projectors import llava
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,6 +69,29 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 @pytest.fixture
 def library(tmp_path: Path) -> HubLibrary:
     return HubLibrary(tmp_path / "cache")
+
+
+@dataclasses.dataclass
+class Orders:
+    """What `mesh serve` and `mesh load` would have done."""
+
+    served: list[HeadOptions] = dataclasses.field(default_factory=list)
+    loaded: list[dict[str, str]] = dataclasses.field(default_factory=list)
+
+    async def serve(self, options: HeadOptions, _interruption: object) -> None:
+        self.served.append(options)
+
+    def load(self, _head: str, _key: str | None, order: dict[str, str]) -> dict[str, Any]:
+        self.loaded.append(order)
+        return {"stages": [], "model": "tiny", "plan": "one stage"}
+
+
+@pytest.fixture
+def orders(monkeypatch: pytest.MonkeyPatch) -> Orders:
+    found = Orders()
+    monkeypatch.setattr("mesh.cli.serve._serve", found.serve)
+    monkeypatch.setattr("mesh.cli.load._watched", found.load)
+    return found
 
 
 def quietly(_label: str) -> Callable[[int, int], None]:
@@ -450,22 +475,15 @@ def test_a_pair_of_one_repository_is_offered_and_checked(
 
 
 def test_a_drafter_of_the_hub_is_fetched_for_the_model_that_is_served_or_loaded(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: Hub,
+    orders: Orders,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     hub.files["eagle3-tiny.gguf"] = DRAFTER.read_bytes()
-    served: list[HeadOptions] = []
-    loaded: list[dict[str, str]] = []
-
-    async def serve(options: HeadOptions, _interruption: object) -> None:
-        served.append(options)
-
-    def load(_head: str, _key: str | None, order: dict[str, str]) -> dict[str, Any]:
-        loaded.append(order)
-        return {"stages": [], "model": "tiny", "plan": "one stage"}
-
-    monkeypatch.setattr("mesh.cli.serve._serve", serve)
-    monkeypatch.setattr("mesh.cli.load._watched", load)
+    served, loaded = orders.served, orders.loaded
     pair = ["hf:org/tiny-GGUF:Q8_0", "--draft", "hf:org/tiny-GGUF:eagle3-tiny"]
     assert run(["serve", *pair, "--advertise", "127.0.0.1"]) == 0
     assert run(["load", *pair]) == 0
@@ -494,6 +512,72 @@ def test_drafters_of_a_repository_are_no_models_of_it() -> None:
     alone = files("m-eagle3-Q8_0.gguf")
     assert [file.name for file in choose(HubReference("org/m"), alone)] == ["m-eagle3-Q8_0.gguf"]
     assert drafters_in(Repository("org/m", "c" * 40, tuple(alone))) == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "chosen"),
+    [
+        (("m-Q4_K_M.gguf",), None, None),
+        (("mmproj-F16.gguf", "mmproj-F32.gguf", "m-F16.gguf"), None, "mmproj-F16.gguf"),
+        (("mmproj-m-bf16.gguf", "mmproj-m-Q4_0.gguf"), None, "mmproj-m-bf16.gguf"),
+        (("m.mmproj-q8_0.gguf", "mmproj-m-f16.gguf"), None, "m.mmproj-q8_0.gguf"),
+        (("mmproj-model.gguf",), None, "mmproj-model.gguf"),
+        (("mmproj-F16.gguf", "mmproj-F32.gguf"), "F32", "mmproj-F32.gguf"),
+        (("mmproj-F16.gguf", "mmproj-F32.gguf"), "mmproj-F32.gguf", "mmproj-F32.gguf"),
+    ],
+)
+def test_which_projector_is_meant(names: tuple[str, ...], wanted: str | None, chosen: str | None) -> None:
+    """The smallest of the usual formats; of equal sizes the first."""
+    sizes = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1, "q4_0": 0}
+    repo = [
+        RepoFile(name, next((size for quant, size in sizes.items() if quant in name.lower()), 3), None)
+        for name in names
+    ]
+    found = choose_projector(HubReference("org/m", wanted=wanted), repo)
+    assert (None if found is None else found.name) == chosen
+
+
+def test_a_projector_that_is_not_there_is_named() -> None:
+    with pytest.raises(HubUnavailable, match=r"no projector fits hf:org/m:Q2_K: .* are mmproj-F16"):
+        choose_projector(HubReference("org/m", wanted="Q2_K"), files("mmproj-F16.gguf", "m-Q2_K.gguf"))
+
+
+def test_the_projector_beside_a_model_of_the_hub_is_taken(
+    hub: Hub,
+    orders: Orders,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Unless another one is named, or none; one that cannot be used is no reason not to serve."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    hub.files["mmproj-F16.gguf"] = llava(tmp_path / "mmproj-F16.gguf").read_bytes()
+    hub.files["mmproj-F32.gguf"] = llava(tmp_path / "mmproj-F32.gguf").read_bytes() + bytes(32)
+    served, loaded = orders.served, orders.loaded
+    folder = tmp_path / "user" / "spanmesh" / "models" / "org" / "tiny-GGUF" / COMMIT
+    local = tmp_path / "mmproj-F16.gguf"
+    wanted: dict[tuple[str, ...], Path | None] = {
+        (): folder / "mmproj-F16.gguf",
+        ("--mmproj", "none"): None,
+        ("--mmproj", str(local)): local,
+        ("--mmproj", "hf:org/tiny-GGUF:F32"): folder / "mmproj-F32.gguf",
+    }
+    for options, path in wanted.items():
+        assert run(["serve", "hf:org/tiny-GGUF:Q8_0", *options, "--advertise", "127.0.0.1"]) == 0
+        assert run(["load", "hf:org/tiny-GGUF:Q8_0", *options]) == 0
+        assert served[-1].projector_path == path
+        assert loaded[-1]["mmproj"] == ("none" if path is None else str(path))
+    # A file of the disk is not searched for, and a projector of sound is left out.
+    assert run(["serve", str(tmp_path / "tiny-Q8_0.gguf"), "--advertise", "127.0.0.1"]) == 0
+    assert served[-1].projector_path is None
+    deaf = llava(tmp_path / "deaf.gguf", **{"clip.has_vision_encoder": None}).read_bytes()
+    hub.files = {"tiny-Q8_0.gguf": hub.files["tiny-Q8_0.gguf"], "mmproj-Q8_0.gguf": deaf}
+    capsys.readouterr()
+    assert run(["serve", "hf:org/tiny-GGUF:Q8_0", "--advertise", "127.0.0.1"]) == 0
+    assert served[-1].projector_path is None
+    told = capsys.readouterr().err
+    assert "pictures_off" in told
+    assert "is a projector for something else than pictures" in told
 
 
 def test_references() -> None:

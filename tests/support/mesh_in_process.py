@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
+    from mesh.serve.pictures import ServedPictures
     from mesh.serve.recording import OpenRecorder
     from mesh.serve.status import HeadParts
     from tests.support.api_harness import Api
@@ -62,11 +63,19 @@ async def mesh_in_process(
     proposers: Proposers | None = None,
     workload: Workload = WORKLOAD,
     recording: OpenRecorder | None = None,
+    pictures: ServedPictures | None = None,
 ) -> AsyncIterator[MeshInProcess]:
     """Three stages on the first three hosts; the others stand by. Without `proposers`, n-grams propose."""
     proposers = proposers or Proposers("ngram")
     facts, engine, tokenizer = read_model_facts(model), PendingEngine(workload.ctx_size), Tokenizer(model)
-    state = MeshState(facts, engine, Pipeline(), numeric_mode="exact", speculation_mode="ngram")
+    state = MeshState(
+        facts,
+        engine,
+        Pipeline(),
+        numeric_mode="exact",
+        speculation_mode="ngram",
+        projector=None if pictures is None else pictures.projector,
+    )
 
     def say(phase: str) -> None:
         state.phase = phase
@@ -104,6 +113,7 @@ async def mesh_in_process(
             stage_counts=lambda: stage_counts(engine),
             host_admin=lambda: mesh.host_draining,
             records=recording is not None,
+            pictures=None if pictures is None else pictures.pictures,
         ) as api:
             yield MeshInProcess(api, mesh, state)
 

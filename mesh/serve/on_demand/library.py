@@ -6,16 +6,16 @@ import asyncio
 import contextvars
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mesh.options.model import LoadRequest, model_options_in
+from mesh.options.model import NONE, LoadRequest, model_options_in
 from spanmesh_proto.errors import InvalidRequest, ModelError
 from stages.cancellable_work import CancellableWork
-from stages.gguf import is_further_part, part_paths
+from stages.gguf import is_further_part, model_name, part_paths
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.hashing import stamps_of
 
@@ -50,10 +50,15 @@ class LibraryEntry:
     """Last change of that file, Unix seconds."""
     summary: ModelSummary
     """What its files say."""
+    projector: Path | None = None
+    """Its projector for pictures; None for a model that reads text only."""
 
 
 class Library:
     """Models in some folders and in folders within them. Files that no model can be served from are left out.
+
+    A model reads pictures with the projector that lies beside it under its own name, `mmproj-MODEL.gguf`: any
+    other file may be of another model.
 
     Args:
         folders: Folders; of two models of one name the first counts.
@@ -105,7 +110,7 @@ class Library:
             entry = before[1] if before is not None and before[0] == stamps else _read(path)
             known[path] = (stamps, entry)
             if entry is not None:
-                found.setdefault(entry.name, entry)
+                found.setdefault(entry.name, replace(entry, projector=_projector_of(path)))
         self._known = known
         return dict(sorted(found.items()))
 
@@ -132,6 +137,11 @@ def files_of(folders: Sequence[Path]) -> Iterator[Path]:
                     log.warning("library_too_large", folder=str(folder), most_files=_MOST_FILES)
                     return
                 yield path
+
+
+def _projector_of(path: Path) -> Path | None:
+    projector = path.with_name(f"mmproj-{model_name(path)}{_SUFFIX}")
+    return projector if _is_file(projector) else None
 
 
 def _is_file(path: Path) -> bool:
@@ -183,6 +193,7 @@ def load_request_of(entry: LibraryEntry, options: HeadOptions) -> LoadRequest:
         **model_options_in(options)
         | {
             "model": str(entry.path),
+            "mmproj": NONE if entry.projector is None else str(entry.projector),
             "name": entry.name,
             "evictable": True,
             "threads": options.library_threads or _ALL_THREADS,

@@ -464,6 +464,11 @@ class OnDemandLoader:
         found = next((model.phase for model in self._registry.registered if model.name == name), None)
         return found or "unloaded"
 
+    @property
+    def reads_pictures(self) -> bool:
+        """Whether any model of the library does."""
+        return any(entry.projector is not None for entry in self._library.entries.values())
+
     def _is_offered(self, entry: LibraryEntry) -> bool:
         return entry.name != self._first_name
 
@@ -477,6 +482,7 @@ class OnDemandLoader:
             created=entry.created_s,
             context_length=ctx_size_for(self._options.ctx_size, entry.summary.n_ctx_train),
             summary=entry.summary,
+            projector=None if entry.projector is None else entry.projector.name,
         )
 
     def _reason(self, name: str) -> str:

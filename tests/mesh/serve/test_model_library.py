@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from structlog.testing import capture_logs
 
 from mesh.cli.main import run
 from mesh.serve.on_demand.library import Library, files_of, load_request_of, smallest_model
@@ -19,6 +20,7 @@ from tests.support.drafter_files import write_header
 from tests.support.eagle3 import DRAFTER
 from tests.support.on_demand import Clock, head_options
 from tests.support.tiny_models import TinyModel
+from tests.support.tiny_projectors import llava, text_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -175,3 +177,23 @@ def test_what_cannot_be_is_said_before_anything_starts(
 ) -> None:
     assert run(["serve", *(each.format(folder=tmp_path) for each in arguments)]) in {1, 2}
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_projector_is_no_model_and_belongs_to_the_model_of_its_name(tmp_path: Path) -> None:
+    text_model(tmp_path / "tiny.gguf")
+    text_model(tmp_path / "other.gguf")
+    for name in ("mmproj-tiny.gguf", "mmproj-F16.gguf", "vision.gguf"):
+        llava(tmp_path / name)
+    with capture_logs() as logs:
+        entries = found(Library([tmp_path], Clock()))
+    assert {name: entry.projector for name, entry in entries.items()} == {
+        "other": None,
+        "tiny": tmp_path / "mmproj-tiny.gguf",
+    }
+    told = [log for log in logs if log["event"] == "library_file_left_out"]
+    left_out = {log["path"].rpartition("/")[2]: log["reason"] for log in told}
+    assert set(left_out) == {"mmproj-tiny.gguf", "mmproj-F16.gguf", "vision.gguf"}
+    assert all("encodes pictures for a model beside it" in reason for reason in left_out.values())
+    options = head_options(mmproj="/of/the/first.gguf")
+    for name, mmproj in (("tiny", str(tmp_path / "mmproj-tiny.gguf")), ("other", "none")):
+        assert load_request_of(entries[name], options).mmproj == mmproj
