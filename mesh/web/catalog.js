@@ -4,8 +4,8 @@ import { percent } from "./format.js";
 
 /**
  * Models that are served and those that a request would have loaded: the first one, then the others by name. Each has a
- * `name`, whether it `isFirst`, `isLoaded` and `isOffered` by the library, its `phase`, `context` and `bytes`, where it
- * lies (`placement`: hosts and layers) and what is on its way there (`loading`).
+ * `name`, whether it `isFirst`, `isLoaded` and `isOffered` by the library and `readsPictures`, its `phase`, `context` and
+ * `bytes`, where it lies (`placement`: hosts and layers) and what is on its way there (`loading`).
  */
 export function catalogOf(status) {
   const library = new Map((status.library ?? []).map((entry) => [entry.name, entry]));
@@ -15,6 +15,7 @@ export function catalogOf(status) {
     isLoaded: model.ready !== false,
     isOffered: library.has(model.name),
     phase: model.ready === false ? model.lost || model.phase || "loading" : "loaded",
+    readsPictures: Boolean(model.model?.projector),
     context: model.model?.context ?? library.get(model.name)?.context ?? null,
     bytes: model.model?.file_bytes ?? library.get(model.name)?.size_bytes ?? null,
     placement: (model.stages ?? []).map((stage) => ({ host: stage.host, layers: stage.layers })),
@@ -29,6 +30,7 @@ export function catalogOf(status) {
       isLoaded: false,
       isOffered: true,
       phase: entry.phase,
+      readsPictures: Boolean(entry.projector),
       context: entry.context,
       bytes: entry.size_bytes,
       placement: [],

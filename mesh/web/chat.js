@@ -5,6 +5,7 @@ import { ApiError, streamJson } from "./api.js";
 import { AnswerTurn, costOf, userTurn } from "./turn.js";
 import { ChatBar } from "./chat_bar.js";
 import { dropChat, keepChat, keptChat, keptChats, newChat, onKeptElsewhere, titleOf } from "./chats.js";
+import { PictureTray } from "./pictures.js";
 import { readSettings, requestOf, writeSettings } from "./settings.js";
 import { stateOf } from "./catalog.js";
 
@@ -16,13 +17,23 @@ const FIRST = "default";
 // In the address, so that a chat is open again after a reload.
 const OPEN = "#chat-";
 
+/** What a message says and shows, in the form of a request. */
+const partsOf = (content, pictures) => {
+  if (!pictures?.length) return content;
+  const shown = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+  return [...shown, ...(content ? [{ type: "text", text: content }] : [])];
+};
+
 export class Chat {
   #chat = newChat();
   // Of chats that are kept, with their titles.
   #kept = keptChats();
   #deleted = null;
-  // One that the browser did not keep: it is too large, or nothing may be kept.
+  // One that the browser did not keep, or not with its pictures: it is too large, or nothing may be kept.
   #unkept = null;
+  #isKeptInPart = false;
+  // What became of pictures that were added.
+  #note = "";
   // The model that was chosen, also while it is not listed.
   #wanted = null;
   #running = null;
@@ -31,6 +42,7 @@ export class Chat {
   #context = null;
   #models = [];
   #bar;
+  #tray;
   #onLocked;
 
   constructor({ onLocked }) {
@@ -59,8 +71,12 @@ export class Chat {
       onDelete: () => this.#delete(),
       onUndo: () => this.#undo(),
     });
+    this.#tray = new PictureTray(byId("chat"), (note) => this.#noteOf(note));
     onKeptElsewhere(() => this.#listAgain());
-    byId("model-choice").addEventListener("change", () => (this.#wanted = byId("model-choice").value));
+    byId("model-choice").addEventListener("change", () => {
+      this.#wanted = byId("model-choice").value;
+      this.#show();
+    });
     addEventListener("hashchange", () => this.#openNamed());
     this.#openNamed();
     this.#show();
@@ -83,10 +99,11 @@ export class Chat {
     this.#models = models;
     this.#noteLoading();
     this.#showTokens();
-    if (isSame) return;
+    if (isSame) return this.#allowPictures();
     choice.replaceChildren(...options.map(({ value, text }) => el("option", { value }, text)));
     this.#chooseModel(this.#wanted);
     byId("models").hidden = models.length < 2;
+    this.#allowPictures();
   }
 
   /** Whether the mesh answers; while it heals, answers wait. */
@@ -103,21 +120,25 @@ export class Chat {
 
   async #send(text) {
     const question = text.trim();
-    if (!question || this.#running || !this.#isReady) return;
+    if (this.#running || !this.#isReady || this.#tray.isBusy) return;
+    if (!question && this.#tray.isEmpty) return;
     const chat = this.#chat;
+    const pictures = this.#tray.takeAll();
+    const message = { role: "user", content: question, ...(pictures.length ? { pictures } : {}) };
     byId("prompt").value = "";
     this.#fit();
     // The button that was pressed may go with it.
     if (byId("empty").contains(document.activeElement)) focusByMouse(byId("prompt"));
-    chat.messages.push({ role: "user", content: question });
-    chat.title ||= titleOf(question);
+    chat.messages.push(message);
+    chat.title ||= titleOf(question || "Picture");
     const turn = new AnswerTurn();
-    byId("log").append(userTurn(question), turn.element);
+    byId("log").append(userTurn(message), turn.element);
     byId("log").scrollTop = byId("log").scrollHeight;
     // What answers is what was chosen from now on.
     this.#wanted = this.#chosen();
     const running = (this.#running = { controller: new AbortController(), turn, model: this.#chosen() });
     this.#deleted = null;
+    this.#note = "";
     this.#keep(chat);
     this.#show();
     this.#noteLoading();
@@ -162,7 +183,7 @@ export class Chat {
   }
 
   #request(chat) {
-    const messages = chat.messages.map(({ role, content }) => ({ role, content }));
+    const messages = chat.messages.map(({ role, content, pictures }) => ({ role, content: partsOf(content, pictures) }));
     return {
       model: this.#chosen(),
       stream: true,
@@ -209,7 +230,9 @@ export class Chat {
     if (chat.isDeleted) return;
     chat.model = this.#chat === chat ? this.#chosen() : chat.model;
     chat.settings = this.#chat === chat ? readSettings() : chat.settings;
-    this.#unkept = chat.messages.length && !keepChat(chat, Date.now()) ? chat : null;
+    const kept = chat.messages.length ? keepChat(chat, Date.now()) : "all";
+    this.#unkept = kept === "all" ? null : chat;
+    this.#isKeptInPart = kept === "texts";
     if (!chat.messages.length) dropChat(chat.id);
     this.#kept = keptChats();
     if (this.#chat === chat) this.#nameOpen();
@@ -252,8 +275,9 @@ export class Chat {
     this.stop();
     this.#running = null;
     this.#chat = chat;
-    const turns = chat.messages.map(({ role, content, foot }) => {
-      if (role === "user") return userTurn(content);
+    const turns = chat.messages.map((message) => {
+      const { role, content, foot } = message;
+      if (role === "user") return userTurn(message);
       const turn = new AnswerTurn();
       turn.add(content);
       turn.end(typeof foot === "string" ? foot : "");
@@ -299,16 +323,28 @@ export class Chat {
       setText(byId("empty-text"), this.#isReady ? "Answers come from the model on your machines. Nothing leaves them." : this.#why);
     }
     const isKept = this.#kept.some(({ id }) => id === this.#chat.id);
+    this.#allowPictures();
     this.#bar.show(this.#kept, isKept ? this.#chat.id : "", this.#deleted !== null);
     this.#showTokens();
+  }
+
+  #allowPictures() {
+    this.#tray.setAllowed(this.#modelOf(this.#chosen())?.readsPictures ?? false);
+  }
+
+  #noteOf(note) {
+    this.#note = note;
+    setText(byId("said"), note);
+    this.#show();
   }
 
   #showTokens() {
     const { tokens } = this.#chat;
     const context = this.#contextOf(this.#chosen());
     const held = typeof tokens !== "number" ? "" : `This chat holds ${tokens}${context === null ? "" : ` of ${context}`} tokens.`;
-    const lost = this.#unkept === this.#chat ? "This browser has no room to keep it: it is lost with this page." : "";
-    setText(byId("tokens"), [held, lost].filter(Boolean).join(" "));
+    const what = this.#isKeptInPart ? "its pictures: they are" : "it: it is";
+    const lost = this.#unkept === this.#chat ? `This browser has no room to keep ${what} lost with this page.` : "";
+    setText(byId("tokens"), [this.#note, held, lost].filter(Boolean).join(" "));
   }
 
   #fit() {

@@ -27,12 +27,24 @@ export function keptChats() {
 /** One that is kept, or null. */
 export const keptChat = (id) => parsed(read(PREFIX + id));
 
-/** Keeps a chat; the oldest others go if that makes room for it. Returns whether it is kept. */
+/**
+ * Keeps a chat; pictures of the oldest others go, and then these others, if that makes room for it. None of them goes for
+ * its pictures. Returns what is kept: "all", "texts" without its pictures, or "".
+ */
 export function keepChat(chat, nowMs) {
   chat.changedMs = nowMs;
-  const text = JSON.stringify(chat);
   const others = keptChats().filter(({ id }) => id !== chat.id);
   while (others.length >= MOST_CHATS) dropChat(others.pop().id);
+  const whole = JSON.stringify(chat);
+  if (write(chat.id, whole)) return "all";
+  for (const other of others.filter(hasPictures).reverse()) {
+    if (write(other.id, JSON.stringify(withoutPictures(other))) && write(chat.id, whole)) return "all";
+  }
+  if (!hasPictures(chat)) return keepText(chat, whole, others) ? "all" : "";
+  return keepText(chat, JSON.stringify(withoutPictures(chat)), others) ? "texts" : "";
+}
+
+function keepText(chat, text, others) {
   const dropped = [];
   while (!write(chat.id, text)) {
     // Full, or not allowed to keep anything.
@@ -45,6 +57,15 @@ export function keepChat(chat, nowMs) {
     dropChat(id);
   }
   return true;
+}
+
+const hasPictures = ({ messages }) => messages.some(({ pictures }) => pictures?.length);
+
+function withoutPictures(chat) {
+  const messages = chat.messages.map(({ pictures, ...message }) =>
+    pictures?.length ? { ...message, numLost: (message.numLost ?? 0) + pictures.length } : message,
+  );
+  return { ...chat, messages };
 }
 
 export function dropChat(id) {
@@ -87,6 +108,8 @@ function read(key) {
   }
 }
 
+const isPicture = (url) => typeof url === "string" && url.startsWith("data:image/");
+
 // Another version of this page, or a person, may have written something else.
 function parsed(text) {
   let chat = null;
@@ -100,6 +123,7 @@ function parsed(text) {
     typeof chat.title === "string" &&
     Number.isFinite(chat.changedMs) &&
     Array.isArray(chat.messages) &&
-    chat.messages.every((message) => ["user", "assistant"].includes(message?.role) && typeof message.content === "string");
+    chat.messages.every((message) => ["user", "assistant"].includes(message?.role) && typeof message.content === "string") &&
+    chat.messages.every(({ pictures }) => pictures === undefined || (Array.isArray(pictures) && pictures.every(isPicture)));
   return isWhole ? chat : null;
 }

@@ -3,10 +3,14 @@
 import { ms, number } from "./format.js";
 import { el } from "./dom.js";
 import { GrowingMarkdown } from "./markdown.js";
+import { pictureView } from "./pictures.js";
 
-/** What the user said. */
-export function userTurn(text) {
-  return el("article", { class: "turn user", "aria-label": "You" }, el("div", { class: "text" }, text));
+/** What the user said and showed. */
+export function userTurn({ content, pictures, numLost }) {
+  const shown = (pictures ?? []).map((url, index) => pictureView(url, `Picture ${index + 1}`));
+  const lost = numLost ? el("p", { class: "muted small" }, `Pictures that this browser did not keep: ${numLost}`) : null;
+  const text = shown.length || lost ? content && el("div", {}, content) : content;
+  return el("article", { class: "turn user", "aria-label": "You" }, el("div", { class: "text" }, shown, lost, text || null));
 }
 
 /** An answer that grows. */
