@@ -200,7 +200,12 @@ def _refused() -> Iterator[Exchange]:
     yield _chat("refused: role", messages=[{"role": "nobody", "content": "Hello"}])
     yield _chat(
         "refused: picture",
-        messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
+        messages=[
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}],
+            }
+        ],
     )
     yield _chat("refused: temperature", temperature=3)
     yield _chat("refused: max_tokens", max_tokens=-2)

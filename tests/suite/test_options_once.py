@@ -29,6 +29,7 @@ IN_MANY_REMEDIES: Final = {
     "--parallel": 7,
     "--port-range": 5,
     "--exact": 6,
+    "--mmproj": 7,
     "--name": 6,
     "--wire": 6,
     "--kv-type": 5,
