@@ -63,6 +63,8 @@ def print_status(status: MeshStatus) -> None:
     )
     if status.plan:
         console.print(f"plan: {status.plan}", highlight=False, soft_wrap=True)
+    if model.projector is not None:
+        console.print(f"pictures: {model.projector}", highlight=False, soft_wrap=True)
     console.print(_hosts(status.hosts))
     if status.stages:
         console.print(_stages(status.stages))

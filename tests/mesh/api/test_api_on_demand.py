@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mesh.api import auth
 from mesh.api.api_keys import ApiKeys, KeyRecord, add_key, digest_of, remove_key
+from mesh.api.bodies import MOST_BODY_BYTES, MOST_PICTURE_BODY_BYTES
 from mesh.options.model import LoadRequest
 from mesh.serve.on_demand.policy import DemandRules
 from spanmesh_proto.errors import InvalidModel, ModelDoesNotFit, StageFailed
@@ -19,7 +22,6 @@ from tests.support.on_demand import SIZES, OnDemandApi, on_demand_api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
     import httpx
 
@@ -92,6 +94,26 @@ async def test_what_could_be_served_is_listed_and_says_whether_it_is_loaded(toke
         assert sorted(card["id"] for card in listed) == sorted([MODEL, *SIZES])
         unknown = await ask(mesh, "other")
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_model_with_a_projector_permits_larger_bodies_before_it_is_loaded(
+    tokenizer: Tokenizer,
+) -> None:
+    async with on_demand_api(tokenizer) as mesh:
+        assert mesh.api.backends is not None
+        most = [mesh.api.backends.most_body_bytes()]
+        entry = mesh.library.entries["small"]
+        projector = Path("/library/mmproj-small.gguf")
+        mesh.library.entries = {**mesh.library.entries, "small": replace(entry, projector=projector)}
+        card = (await mesh.api.http.get("/v1/models/small")).json()
+        assert card["capabilities"] == ["completion", "multimodal"]
+        (told,) = [
+            each
+            for each in (await mesh.api.http.get("/mesh/status")).json()["library"]
+            if each["projector"] is not None
+        ]
+        assert (told["name"], told["projector"]) == ("small", projector.name)
+        assert [*most, mesh.api.backends.most_body_bytes()] == [MOST_BODY_BYTES, MOST_PICTURE_BODY_BYTES]
 
 
 async def test_every_endpoint_has_its_model_loaded(tokenizer: Tokenizer) -> None:

@@ -189,3 +189,9 @@ def test_a_recording_is_told_with_what_it_left_out(
     said = shown(capsys, monkeypatch, recording=recording | {"left_out": 2, "erased": 1, "off": "disk full"})
     assert "recording: 12 answers of 3,400 tokens, 12.0 MiB of 10.0 GiB; 2 left out, 1 erased" in said
     assert "off: disk full" in said
+
+
+def test_a_projector_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "pictures: " not in shown(capsys, monkeypatch, model={"name": "m"})
+    told = shown(capsys, monkeypatch, model={"name": "m", "projector": "mmproj-[m].gguf"})
+    assert "pictures: mmproj-[m].gguf\n" in told
