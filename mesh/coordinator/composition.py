@@ -42,7 +42,8 @@ def plugs_of(
         tuning: What tunes its drafter in the background; None if nothing does.
     """
     yield DiskPlug(has_windows=model.has_windows)
-    yield ImagePlug()
+    if options.projector_path is not None:
+        yield ImagePlug()
     if options.checkpoints and not model.can_trim:
         yield CheckpointPlug(options.checkpoints)
     if feature_needs is not None:

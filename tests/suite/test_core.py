@@ -84,7 +84,7 @@ async def answers(
         can_trim=not is_recurrent,
         controller=ControllerOptions(fixed_width=2, fixed_depth=2),
     )
-    wanted = ModelOptions(checkpoints=NUM_CHECKPOINTS)
+    wanted = ModelOptions(checkpoints=NUM_CHECKPOINTS, mmproj="mmproj.gguf")
     model = replace(made_up_model(), can_trim=not is_recurrent)
     plugs = of_coordinator.plugs_of(wanted, model, FeatureNeeds((0,), NUM_STAGES, 1))
 
