@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address
 from typing import Final
 
@@ -96,6 +97,7 @@ def parse_port_range(text: str) -> PortRange:
     return PortRange(int(found[1]), int(found[2]))
 
 
+@lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Whether a name or an address means this machine to itself only."""
     address = parsed_ip(host)
