@@ -12,7 +12,6 @@ import click
 import structlog
 from click.core import ParameterSource
 
-from mesh.options.model import AUTO, NONE
 from mesh.util.child_environment import API_KEY
 from spanmesh_proto.errors import ClusterError, MeshError, ModelError
 
@@ -370,6 +369,7 @@ def projector_for(wanted: str, model: Path, path: Path) -> str:
         ModelError: If it was named, is at the hub, and cannot be had there.
     """
     from mesh.hub import is_reference, parse_reference  # noqa: PLC0415 - keeps --help quick
+    from mesh.options.model import AUTO, NONE  # noqa: PLC0415
 
     if wanted == AUTO:
         return _projector_beside(model, path)
@@ -387,7 +387,8 @@ def picture_bytes_of(wanted: str, model: Path) -> int:
     Raises:
         InvalidModel: If the projector cannot be used with the model.
     """
-    from mesh.vision.projectors import checked_picture_bytes  # noqa: PLC0415 - keeps --help quick
+    from mesh.options.model import NONE  # noqa: PLC0415 - keeps --help quick
+    from mesh.vision.projectors import checked_picture_bytes  # noqa: PLC0415
 
     projector = projector_for(wanted, model, model)
     return 0 if projector == NONE else checked_picture_bytes(Path(projector), model)
@@ -395,6 +396,7 @@ def picture_bytes_of(wanted: str, model: Path) -> int:
 
 def _projector_beside(model: Path, path: Path) -> str:
     from mesh.hub import is_reference, parse_reference  # noqa: PLC0415 - keeps --help quick
+    from mesh.options.model import NONE  # noqa: PLC0415
     from mesh.vision.projectors import checked_picture_bytes  # noqa: PLC0415
     from stages.vision.library import mtmd_path  # noqa: PLC0415
 
