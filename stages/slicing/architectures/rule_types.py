@@ -45,10 +45,6 @@ class Entry:
     """Name of a layer's output."""
     outlet_shift: int = 0
     """1 if it has the number of the next layer, as the input of which llama.cpp names it."""
-    other_outlet: Callable[[GgufHeader, LayerRange], str | None] = field(
-        default=lambda _header, _layers: None
-    )
-    """Name of a layer's output in stages where it is another one; None for the usual one."""
     streams: Callable[[GgufHeader], int] = field(default=lambda _header: 1)
     """Number of rows of the model's width that make one row of hidden states."""
     takes_tokens: Callable[[GgufHeader, LayerRange], bool] = field(default=lambda _header, _layers: False)
