@@ -75,6 +75,7 @@ BEYOND_SCHEMAS = (
     "more than",
     "holds no token",
     "must be a string or a list of text parts",
+    "in messages of the user and in results of tools",
     "makes vectors of",
     "is a chat model",
     "they are the same setting",
