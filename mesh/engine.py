@@ -117,20 +117,6 @@ class GenerationRequest:
         """Whether the prompt has rows that are no tokens, see `spanmesh_proto.row_ids`."""
         return has_rows(self.prompt)
 
-    def num_together(self, start: int, most: int) -> int:
-        """Rows of the prompt that a window from `start` on can have: tokens alone, or of one input alone.
-
-        Args:
-            start: The first row.
-            most: Most of them, but for inputs that are computed at once.
-        """
-        chunk = next((each.chunk for each in self.inputs if start < each.chunk.stop), None)
-        if chunk is None:
-            return most
-        if start < chunk.first_row:
-            return min(most, chunk.first_row - start)
-        return chunk.num_rows if chunk.sees_all else min(most, chunk.stop - start)
-
 
 @dataclass(frozen=True)
 class GenerationStats:

@@ -291,7 +291,7 @@ class Generation:
         if is_scored:
             num_rows = min(num_rows, _MOST_SCORED_ROWS, last - start)
         # Stages compute rows that are no tokens apart.
-        tokens = self._prefix[start : start + self.request.num_together(start, num_rows)]
+        tokens = self._prefix[start : start + self._num_together(start, num_rows)]
         self._num_prefilled += len(tokens)
         asks: Mapping[str, Any] = {}
         # What stages still hold they do not compute, so nothing would be done there.
@@ -418,6 +418,20 @@ class Generation:
         finish = self._finish(judgement)
         holds = finish is None and not judgement.is_rejected
         return Step(window, judgement, finish, () if holds and self._goes_on() else self._void())
+
+    def _num_together(self, start: int, most: int) -> int:
+        """Rows of the prompt that a window from `start` on can have: tokens alone, or of one input alone.
+
+        Args:
+            start: The first row.
+            most: Most of them, but for inputs that are computed at once.
+        """
+        chunk = next((each.chunk for each in self.request.inputs if start < each.chunk.stop), None)
+        if chunk is None:
+            return most
+        if start < chunk.first_row:
+            return min(most, chunk.first_row - start)
+        return chunk.num_rows if chunk.sees_all else min(most, chunk.stop - start)
 
     def _send(self, window: WindowPlan) -> WindowPlan:
         self._in_flight.append(window)
