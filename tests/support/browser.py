@@ -11,6 +11,7 @@ import os
 import shutil
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -73,6 +74,17 @@ class Page:
         """Leave the page and forget its problems: it may have asked a server that has ended since."""
         await self.open("about:blank")
         self.problems.clear()
+
+    @asynccontextmanager
+    async def visiting(self, url: str) -> AsyncIterator[None]:
+        """Show a page anew, at a desk's size; at the end it has asked no other host and had no problem."""
+        await self.leave()
+        self.urls.clear()
+        await self.show_as(1280, 820)
+        await self.open(url)
+        yield
+        assert self.problems == []
+        assert {urlsplit(each).netloc for each in self.urls} == {urlsplit(url).netloc}
 
     async def reload(self) -> None:
         """Returns when the page is the new one: what is asked before that, the old one may still answer."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -40,7 +41,7 @@ from tests.support.tiny_vision import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -96,6 +97,28 @@ def cuts_of(model: Path) -> tuple[int, ...]:
     return allowed[0], allowed[-1]
 
 
+@asynccontextmanager
+async def running_ring(
+    name: str, model: Path, folder: Path, *, max_rows: int = 32, disk_root: Path | None = None, **options: Any
+) -> AsyncIterator[Coordinator]:
+    """A coordinator of three stages of a family's model."""
+    stage_options = options_of(name)
+    async with (
+        running_stages(model, cuts_of(model), stage_options, folder / "cache", disk_root=disk_root) as stages,
+        running_coordinator(
+            stages,
+            context_length=CTX_SIZE,
+            num_slots=2,
+            n_vocab=320,
+            max_rows=max_rows,
+            can_trim=name not in HYBRID,
+            num_checkpoints=stage_options.num_checkpoints,
+            **options,
+        ) as coordinator,
+    ):
+        yield coordinator
+
+
 async def ask(coordinator: Coordinator, request: GenerationRequest) -> tuple[list[int], int]:
     tokens, last = await collect(coordinator, request)
     return tokens, last.stats.num_cached
@@ -114,21 +137,14 @@ async def test_the_very_text_and_no_image_is_taken_for_another(name: str, tmp_pa
     loads = Loads()
     first, second = (loads.request(parts, NUM_TOKENS, HOT) for parts in (one, other))
     begin = sum(len(part.ids) for part in one[:3])
-    async with (
-        running_stages(model, cuts_of(model), options, tmp_path / "cache") as stages,
-        running_coordinator(
-            stages,
-            context_length=CTX_SIZE,
-            num_slots=2,
-            n_vocab=320,
-            max_rows=32,
-            can_trim=name not in HYBRID,
-            num_checkpoints=options.num_checkpoints,
-            has_windows=name == "gemma3",
-            make_proposer=NgramProposer,
-            controller=ControllerOptions(fixed_width=3, fixed_depth=3),
-        ) as coordinator,
-    ):
+    async with running_ring(
+        name,
+        model,
+        tmp_path,
+        has_windows=name == "gemma3",
+        make_proposer=NgramProposer,
+        controller=ControllerOptions(fixed_width=3, fixed_depth=3),
+    ) as coordinator:
         assert await ask(coordinator, first) == (wanted[0], 0)
         assert loads.num_rows == 90
         found, num_cached = await ask(coordinator, second)
@@ -162,18 +178,7 @@ async def test_a_client_leaves_within_an_image(name: str, tmp_path: Path) -> Non
             within.set()
 
     request = loads.request(one, NUM_TOKENS, HOT)
-    async with (
-        running_stages(model, cuts_of(model), options, tmp_path / "cache") as stages,
-        running_coordinator(
-            stages,
-            context_length=CTX_SIZE,
-            num_slots=2,
-            n_vocab=320,
-            max_rows=8,
-            can_trim=name not in HYBRID,
-            num_checkpoints=options.num_checkpoints,
-        ) as coordinator,
-    ):
+    async with running_ring(name, model, tmp_path, max_rows=8) as coordinator:
         for _ in range(2):
             within.clear()
             running = asyncio.ensure_future(collect(coordinator, replace(request, on_prefill=note)))
@@ -262,22 +267,14 @@ async def test_a_chat_with_images_goes_on_from_disk(name: str, tmp_path: Path) -
     is_hybrid, has_windows = name in HYBRID, name == "gemma3"
 
     async def answers(requests: list[GenerationRequest]) -> list[tuple[list[int], int]]:
-        async with (
-            running_stages(
-                model, cuts_of(model), options, tmp_path / "cache", disk_root=tmp_path / "kv"
-            ) as stages,
-            running_coordinator(
-                stages,
-                context_length=CTX_SIZE,
-                num_slots=2,
-                n_vocab=320,
-                max_rows=32,
-                block_positions=SIZE,
-                can_trim=not is_hybrid,
-                has_windows=has_windows,
-                num_checkpoints=options.num_checkpoints,
-            ) as coordinator,
-        ):
+        async with running_ring(
+            name,
+            model,
+            tmp_path,
+            disk_root=tmp_path / "kv",
+            block_positions=SIZE,
+            has_windows=has_windows,
+        ) as coordinator:
             async with asyncio.timeout(20):
                 while not disk_prefixes(coordinator).is_on:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)

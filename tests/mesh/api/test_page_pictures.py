@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import pytest
 import pytest_asyncio
@@ -63,18 +62,13 @@ async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pag
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def page(browser: Page, served: MeshInProcess) -> AsyncIterator[Page]:
-    """The page with no chats; it asked nobody else, and had no errors, refused resources among them."""
-    await browser.leave()
-    browser.urls.clear()
-    await browser.show_as(1280, 820)
-    await browser.open(f"{served.api.url}/")
-    await browser.js("localStorage.clear()")
-    await browser.until("!document.querySelector('#attach').hidden")
-    await browser.js("document.querySelector('#temperature').value = 0")
-    await browser.js("document.querySelector('#max-tokens').value = 16")
-    yield browser
-    assert browser.problems == []
-    assert {urlsplit(url).netloc for url in browser.urls} == {urlsplit(served.api.url).netloc}
+    """The page with no chats; it asked no other host, and had no errors, refused resources among them."""
+    async with browser.visiting(f"{served.api.url}/"):
+        await browser.js("localStorage.clear()")
+        await browser.until("!document.querySelector('#attach').hidden")
+        await browser.js("document.querySelector('#temperature').value = 0")
+        await browser.js("document.querySelector('#max-tokens').value = 16")
+        yield browser
 
 
 async def give(page: Page, how: str, *words: str, to: str = "#log") -> None:
