@@ -13,8 +13,6 @@ class ImageChunk:
     """Its first row in the prompt."""
     num_rows: int
     """Number of its rows."""
-    num_positions: int
-    """Positions that it takes: those of the rows behind it begin so much later than its own."""
     columns: int = 0
     """In models with positions in several parts: rows of a line of the image. 0 if each row has the position
     behind the row before it."""
@@ -25,6 +23,11 @@ class ImageChunk:
     def is_fixed(self) -> bool:
         """Whether a sequence that holds it cannot go back to a row within it."""
         return self.columns > 0 or self.sees_all
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that it takes: those of the rows behind it begin so much later than its own."""
+        return max(self.num_rows // self.columns, self.columns) if self.columns else self.num_rows
 
     @property
     def stop(self) -> int:

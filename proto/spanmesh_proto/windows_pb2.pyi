@@ -215,18 +215,16 @@ class Open(_message.Message):
     def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., source_slot: _Optional[int] = ..., resumed_session: _Optional[int] = ..., num_resumed: _Optional[int] = ..., grammar: _Optional[str] = ..., fetch: _Optional[int] = ..., client: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[ImageChunk, _Mapping]]] = ...) -> None: ...
 
 class ImageChunk(_message.Message):
-    __slots__ = ("first_row", "num_rows", "num_positions", "columns", "sees_all")
+    __slots__ = ("first_row", "num_rows", "columns", "sees_all")
     FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
-    NUM_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     SEES_ALL_FIELD_NUMBER: _ClassVar[int]
     first_row: int
     num_rows: int
-    num_positions: int
     columns: int
     sees_all: bool
-    def __init__(self, first_row: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_positions: _Optional[int] = ..., columns: _Optional[int] = ..., sees_all: _Optional[bool] = ...) -> None: ...
+    def __init__(self, first_row: _Optional[int] = ..., num_rows: _Optional[int] = ..., columns: _Optional[int] = ..., sees_all: _Optional[bool] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty", "repetition_window", "bias_tokens", "biases")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
@@ -15,15 +15,13 @@ from stages.runtime.devices import read_file_layers
 from stages.runtime.llama import last_complaint
 from stages.runtime.numerics import CELLS_AT_ONCE
 from stages.runtime.process_memory import CopiedPages
+from stages.runtime.row_positions import NEED_PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from stages.runtime.devices import GpuPlacing
-
-# Of these llama.cpp takes rows with positions in parts only.
-_NEED_PARTS: Final = ("glm4", "glm4moe")
 
 
 @dataclass(frozen=True)
@@ -157,4 +155,4 @@ def num_position_parts(model: Any) -> int:
 
 def ends_on_rows(model: Any) -> bool:
     """Whether llama.cpp ends the process if rows of a model go in as embeddings."""
-    return read_metadata(model, "general.architecture") in _NEED_PARTS and num_position_parts(model) == 1
+    return read_metadata(model, "general.architecture") in NEED_PARTS and num_position_parts(model) == 1

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     from spanmesh_proto.image_chunk import ImageChunk
 
+NEED_PARTS: Final = frozenset({"glm4", "glm4moe"})
+"""Architectures whose rows that are no tokens need positions in parts, else llama.cpp ends the process."""
+
 # Positions are int32 in llama.cpp.
 _MOST_ROWS: Final = 2**31 - 1
 
@@ -34,7 +37,7 @@ class RowPositions:
     """Positions of the rows of one sequence.
 
     Raises:
-        InvalidWindow: If chunks overlap, are out of order, or take other positions than their lines do.
+        InvalidWindow: If chunks overlap, are out of order, or have no rows or no whole lines.
     """
 
     chunks: tuple[ImageChunk, ...] = ()
@@ -42,12 +45,10 @@ class RowPositions:
 
     def __post_init__(self) -> None:
         for chunk in self.chunks:
-            lines, rest = divmod(chunk.num_rows, chunk.columns or 1)
-            num_positions = max(lines, chunk.columns) if chunk.columns else chunk.num_rows
-            if chunk.num_rows < 1 or rest or chunk.num_positions != num_positions:
+            if chunk.num_rows < 1 or chunk.num_rows % (chunk.columns or 1):
                 raise InvalidWindow(
-                    f"the image at row {chunk.first_row} has {chunk.num_rows} rows, {chunk.columns} columns "
-                    f"and {chunk.num_positions} positions: they do not fit"
+                    f"the image at row {chunk.first_row} has {chunk.num_rows} rows and {chunk.columns} "
+                    "columns: they do not fit"
                 )
         for one, two in pairwise(self.chunks):
             if two.first_row < one.stop:

@@ -72,8 +72,6 @@ class ProjectorFacts:
     """llama.cpp's name of its kind."""
     width: int
     """Numbers of a row: the model's `n_embd_inp`."""
-    has_grids: bool
-    """Whether rows of a chunk lie in a grid (M-RoPE)."""
     most_at_once: int
     """Most rows of a chunk whose rows all see each other, so that stages compute it in one batch; 0 if there
     are no such chunks."""
@@ -116,7 +114,6 @@ class Projector:
             self.facts = ProjectorFacts(
                 kind=kind,
                 width=llama_cpp.llama_model_n_embd_inp(self._model),
-                has_grids=self._mtmd.mtmd_decode_use_mrope(self._context),
                 most_at_once=self._most_at_once(options.most_tokens),
                 identity=encoder_identity(sha256, mtmd_build(), f"most_tokens={options.most_tokens}").hex(),
             )
@@ -254,16 +251,15 @@ class Projector:
             size = ctypes.c_size_t()
             tokens = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(size))
             return tuple(tokens[: size.value])
-        num_rows: int = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
-        num_positions: int = mtmd.mtmd_input_chunk_get_n_pos(chunk)
-        columns = _columns(self._places(chunk, num_rows), num_positions)
-        if columns is None:
+        places = self._places(chunk, mtmd.mtmd_input_chunk_get_n_tokens(chunk))
+        sees_all = mtmd.mtmd_decode_use_non_causal(self._context, chunk)
+        found = _chunk_of(first_row, places, mtmd.mtmd_input_chunk_get_n_pos(chunk), sees_all=sees_all)
+        if found is None:
             raise InvalidModel(
                 "the projector places its rows neither one after the other nor in a grid, which is not known"
                 " here: leave out --mmproj"
             )
-        sees_all = mtmd.mtmd_decode_use_non_causal(self._context, chunk)
-        return ImageChunk(first_row, num_rows, num_positions, columns, sees_all)
+        return found
 
     def _places(self, chunk: Any, num_rows: int) -> NDArray[np.int64]:
         """int64 (num_rows, 3): time, y and x of each row, from the first one's position on."""
@@ -300,20 +296,26 @@ def _unchanged_sha256(path: Path, files: Iterable[Path], stamps: tuple[FileStamp
     return sha256
 
 
-def _columns(places: NDArray[np.int64], num_positions: int) -> int | None:
-    """Columns of a chunk's grid; 0 where rows follow one another; None if they do neither.
+def _chunk_of(
+    first_row: int, places: NDArray[np.int64], num_positions: int, *, sees_all: bool
+) -> ImageChunk | None:
+    """The chunk whose rows have these places; None if they neither follow one another nor lie in a grid.
 
     Args:
+        first_row: Its first row.
         places: int64 (rows, 3): time, y and x, from the first row's position on.
-        num_positions: Positions that the chunk takes.
+        num_positions: Positions that it takes.
+        sees_all: Whether its rows all see each other.
     """
     numbers = np.arange(len(places))
-    if num_positions == len(places) and (places == numbers[:, None]).all():
-        return 0
-    columns = int(places[:, 2].max()) + 1
-    grid = np.stack([np.zeros_like(numbers), numbers // columns, numbers % columns], axis=1)
-    is_whole = len(places) % columns == 0 and num_positions == max(columns, len(places) // columns)
-    return columns if is_whole and (places == grid).all() else None
+    is_line = bool((places == numbers[:, None]).all())
+    columns = 0 if is_line else int(places[:, 2].max()) + 1
+    if columns:
+        grid = np.stack([np.zeros_like(numbers), numbers // columns, numbers % columns], axis=1)
+        if len(places) % columns or (places != grid).any():
+            return None
+    chunk = ImageChunk(first_row, len(places), columns, sees_all)
+    return chunk if chunk.num_positions == num_positions else None
 
 
 def _load_vocabulary(path: Path) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import InvalidModel
 from stages.gguf import read_header
+from stages.runtime.row_positions import NEED_PARTS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,9 +41,6 @@ REFUSED: Final = {
     "deepseek4v": "DeepSeek-4 Vision: its rows depend on their place in the prompt",
 }
 """Projectors for pictures whose rows are not those of a picture alone, and why."""
-
-# Their layers end the process on embeddings unless positions have several parts.
-_NEED_SECTIONS: Final = frozenset({"glm4", "glm4moe"})
 
 
 def check_projector(path: Path, model: Path) -> str:
@@ -94,7 +92,7 @@ def _check_model(header: GgufHeader) -> None:
     if architecture == _ARCHITECTURE:
         raise InvalidModel(f"{header.path.name} is a projector: name the model that it belongs to")
     key = f"{architecture}.rope.dimension_sections"
-    if architecture in _NEED_SECTIONS and header.integers(key) is None:
+    if architecture in NEED_PARTS and header.integers(key) is None:
         raise InvalidModel(
             f"{header.path.name} takes no rows of pictures: llama.cpp would end the process, since {key} is"
             " missing; take a GGUF of the vision model, such as GLM-4.6V"

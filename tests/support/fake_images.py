@@ -52,10 +52,8 @@ class FakeImage:
 
     def chunk(self, first_row: int) -> ImageChunk:
         """Where it is in a prompt."""
-        is_lined = self.kind == "lined"
-        num_positions = max(self.lines, self.columns) if is_lined else self.num_rows
-        columns = self.columns if is_lined else 0
-        return ImageChunk(first_row, self.num_rows, num_positions, columns, self.kind == "whole")
+        columns = self.columns if self.kind == "lined" else 0
+        return ImageChunk(first_row, self.num_rows, columns, self.kind == "whole")
 
 
 Part = tuple[int, ...] | FakeImage

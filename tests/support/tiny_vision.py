@@ -159,9 +159,7 @@ def chunks_of(parts: Sequence[Part]) -> tuple[ImageChunk, ...]:
     chunks, row = [], 0
     for part in parts:
         if part.rows is not None:
-            num_rows = len(part.rows)
-            num_positions = max(part.columns, num_rows // part.columns) if part.columns else num_rows
-            chunks.append(ImageChunk(row, num_rows, num_positions, part.columns, part.sees_all))
+            chunks.append(ImageChunk(row, len(part.rows), part.columns, part.sees_all))
         row += len(part.ids)
     return tuple(chunks)
 

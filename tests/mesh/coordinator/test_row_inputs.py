@@ -52,7 +52,7 @@ class WordRows:
             rows: NDArray[np.float32] = self._embedding[np.array(prompt)[picture] - FIRST_ROW_ID]
             return rows
 
-        return RowInput(ImageChunk(picture.start, len(picture), len(picture)), load)
+        return RowInput(ImageChunk(picture.start, len(picture)), load)
 
 
 @pytest.fixture(name="word_rows")

@@ -32,17 +32,14 @@ def laid_out(
             position += columns
             continue
         num_rows = lines * columns
-        num_positions = max(lines, columns) if has_columns else num_rows
-        chunks.append(
-            ImageChunk(len(places), num_rows, num_positions, columns if has_columns else 0, sees_all)
-        )
+        chunks.append(ImageChunk(len(places), num_rows, columns if has_columns else 0, sees_all))
         places += [
             (position, position + y, position + x) if has_columns else (position + y * columns + x,) * 3
             for y in range(lines)
             for x in range(columns)
         ]
         ids += [ROW] * num_rows
-        position += num_positions
+        position += max(lines, columns) if has_columns else num_rows
     return RowPositions(tuple(chunks)), [*places, (position,) * 3], ids
 
 
@@ -120,13 +117,12 @@ def test_windows_have_tokens_or_rows_of_one_chunk(
 @pytest.mark.parametrize(
     ("chunks", "reason"),
     [
-        ([ImageChunk(0, 0, 0)], "0 rows"),
-        ([ImageChunk(0, 6, 5)], "do not fit"),
-        ([ImageChunk(0, 6, 6, 4)], "do not fit"),
-        ([ImageChunk(0, 6, 2, 3)], "do not fit"),
-        ([ImageChunk(0, 2**31, 2**31)], "past the last position"),
-        ([ImageChunk(4, 6, 6), ImageChunk(9, 1, 1)], "row 9 begins before row 10"),
-        ([ImageChunk(4, 6, 6), ImageChunk(0, 2, 2)], "row 0 begins before row 10"),
+        ([ImageChunk(0, 0)], "0 rows"),
+        ([ImageChunk(0, 6, 4)], "do not fit"),
+        ([ImageChunk(0, 6, 7)], "do not fit"),
+        ([ImageChunk(0, 2**31)], "past the last position"),
+        ([ImageChunk(4, 6), ImageChunk(9, 1)], "row 9 begins before row 10"),
+        ([ImageChunk(4, 6), ImageChunk(0, 2)], "row 0 begins before row 10"),
     ],
 )
 def test_chunks_that_cannot_be_are_refused(chunks: list[ImageChunk], reason: str) -> None:
@@ -135,11 +131,11 @@ def test_chunks_that_cannot_be_are_refused(chunks: list[ImageChunk], reason: str
 
 
 def test_where_a_sequence_can_end() -> None:
-    plain = ImageChunk(3, 6, 6)
+    plain = ImageChunk(3, 6)
     for chunk, is_fixed in (
         (plain, False),
         (replace(plain, sees_all=True), True),
-        (replace(plain, columns=2, num_positions=3), True),
+        (replace(plain, columns=2), True),
     ):
         positions = RowPositions((chunk,))
         assert [row for row in range(12) if positions.within(row)] == ([4, 5, 6, 7, 8] if is_fixed else [])

@@ -99,21 +99,19 @@ def expected(name: str, tmp_path: Path) -> list[int]:
     return [int(np.argmax(logits))]
 
 
-def chunk(first_row: int, num_rows: int, num_positions: int, columns: int = 0) -> wire.ImageChunk:
-    return wire.ImageChunk(
-        first_row=first_row, num_rows=num_rows, num_positions=num_positions, columns=columns
-    )
+def chunk(first_row: int, num_rows: int, columns: int = 0) -> wire.ImageChunk:
+    return wire.ImageChunk(first_row=first_row, num_rows=num_rows, columns=columns)
 
 
 BAD_SESSIONS: Final[list[tuple[dict[str, Any], str]]] = [
-    ({"images": [chunk(4, 12, 12), chunk(15, 2, 2)]}, "the image at row 15 begins before row 16"),
-    ({"images": [chunk(8, 4, 4), chunk(4, 2, 2)]}, "begins before row 12"),
-    ({"images": [chunk(4, 12, 9)]}, "do not fit"),
-    ({"images": [chunk(4, 12, 4, 5)]}, "do not fit"),
-    ({"images": [chunk(4, 0, 0)]}, "do not fit"),
-    ({"images": [chunk(4, 16, 16)]}, "ends at row 20 of a prompt of 19"),
+    ({"images": [chunk(4, 12), chunk(15, 2)]}, "the image at row 15 begins before row 16"),
+    ({"images": [chunk(8, 4), chunk(4, 2)]}, "begins before row 12"),
+    ({"images": [chunk(4, 12, 13)]}, "do not fit"),
+    ({"images": [chunk(4, 12, 5)]}, "do not fit"),
+    ({"images": [chunk(4, 0)]}, "do not fit"),
+    ({"images": [chunk(4, 16)]}, "ends at row 20 of a prompt of 19"),
     (
-        {"images": [chunk(4, 2**32 - 1, 2**32 - 1)], "num_prompt_tokens": 2**32 - 1},
+        {"images": [chunk(4, 2**32 - 1)], "num_prompt_tokens": 2**32 - 1},
         "past the last position",
     ),
     ({"cached_tokens": [5, 5, 5, 5, 5]}, "row 4 of a session is a token"),
@@ -203,7 +201,7 @@ async def test_a_slot_does_not_go_back_into_an_image(
         # The same rows in other lines are not what the slot holds.
         assert await answer(peer, name, 3, 0) == expected(name, tmp_path)
         cached = [*PARTS[name][0].ids, *ids]
-        turned = [chunk(4, 12, 6, 2) if name == "qwen3vl" else chunk(4, 12, 12)]
+        turned = [chunk(4, 12, 2) if name == "qwen3vl" else chunk(4, 12)]
         await peer.link.write(wire.Frame(open=opening(name, 4, 0, cached_tokens=cached, images=turned)))
         failure = await peer.failure()
         assert (failure.session, failure.code) == (4, "prefix_mismatch")

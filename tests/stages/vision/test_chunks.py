@@ -14,9 +14,7 @@ from stages.vision.picture import Picture
 
 PICTURE = Picture(3, 2, bytes(range(18)))
 IDENTITY = encoder_identity(b"p" * 32, b"l" * 32, "most_tokens=1024")
-PARTS = PictureParts(
-    ((7, 8), ImageChunk(2, 9, 3, 3), (9,), ImageChunk(12, 4, 4, sees_all=True), ImageChunk(16, 4, 4))
-)
+PARTS = PictureParts(((7, 8), ImageChunk(2, 9, 3), (9,), ImageChunk(12, 4, sees_all=True), ImageChunk(16, 4)))
 
 
 def rows_of(ids: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -13,7 +13,7 @@ from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, InvalidModel, InvalidRequest
 from spanmesh_proto.image_chunk import ImageChunk
 from stages.vision.picture import Picture
-from stages.vision.projector import MOST_ROWS, Projector, ProjectorOptions, _columns
+from stages.vision.projector import MOST_ROWS, Projector, ProjectorOptions, _chunk_of
 from tests.support import tiny_projectors
 from tests.support.tiny_projectors import N_EMBD, ColourWords, embeddings_of, text_model
 
@@ -106,14 +106,13 @@ def test_equal_pixels_make_equal_rows_whatever_the_threads(
 
 def test_rows_of_a_grid(projector: Callable[[str], Projector]) -> None:
     found = projector("qwen2vl")
-    assert found.facts.has_grids
-    assert found.parts(300, 200).chunks == (ImageChunk(1, 77, 11, 11),)
+    assert found.parts(300, 200).chunks == (ImageChunk(1, 77, 11),)
     # Three times as high as wide.
-    assert found.parts(56, 168).chunks == (ImageChunk(1, 12, 6, 2),)
+    assert found.parts(56, 168).chunks == (ImageChunk(1, 12, 2),)
 
 
 def test_rows_that_see_each_other(projector: Callable[[str], Projector]) -> None:
-    assert projector("gemma3").parts(90, 70).chunks == (ImageChunk(1, 16, 16, sees_all=True),)
+    assert projector("gemma3").parts(90, 70).chunks == (ImageChunk(1, 16, sees_all=True),)
     assert not projector("llava").parts(90, 70).chunks[0].sees_all
     # What stages need room for, at once.
     assert {kind: projector(kind).facts.most_at_once for kind in KINDS} == {
@@ -253,15 +252,20 @@ def grid(rows: int, columns: int) -> NDArray[np.int64]:
     return np.array([(0, number // columns, number % columns) for number in range(rows * columns)])
 
 
+def columns_of(places: NDArray[np.int64], num_positions: int) -> int | None:
+    chunk = _chunk_of(0, places, num_positions, sees_all=False)
+    return None if chunk is None else chunk.columns
+
+
 def test_places_of_rows_are_one_after_the_other_or_in_a_grid() -> None:
     after = np.arange(6)[:, None] * np.ones(3, np.int64)
-    assert _columns(after, 6) == 0
-    assert _columns(grid(2, 3), 3) == 3
-    assert _columns(grid(3, 2), 3) == 2
-    assert _columns(np.zeros((1, 3), np.int64), 1) == 0
+    assert columns_of(after, 6) == 0
+    assert columns_of(grid(2, 3), 3) == 3
+    assert columns_of(grid(3, 2), 3) == 2
+    assert columns_of(np.zeros((1, 3), np.int64), 1) == 0
     # Other numbers of positions, a grid with a hole, one that begins elsewhere, time that goes on.
-    assert _columns(after, 5) is None
-    assert _columns(grid(2, 3), 2) is None
-    assert _columns(grid(2, 3)[:5], 3) is None
-    assert _columns(grid(2, 3) + np.array([0, 1, 0]), 3) is None
-    assert _columns(grid(2, 3) + np.arange(6)[:, None] * np.array([1, 0, 0]), 3) is None
+    assert columns_of(after, 5) is None
+    assert columns_of(grid(2, 3), 2) is None
+    assert columns_of(grid(2, 3)[:5], 3) is None
+    assert columns_of(grid(2, 3) + np.array([0, 1, 0]), 3) is None
+    assert columns_of(grid(2, 3) + np.arange(6)[:, None] * np.array([1, 0, 0]), 3) is None

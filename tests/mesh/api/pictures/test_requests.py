@@ -84,7 +84,7 @@ async def test_a_picture_is_rows_within_the_prompt(
     (request,) = engine.requests
     (rows,) = request.inputs
     chunk = rows.chunk
-    assert chunk == ImageChunk(chunk.first_row, NUM_ROWS, NUM_ROWS)
+    assert chunk == ImageChunk(chunk.first_row, NUM_ROWS)
     place = range(chunk.first_row, chunk.stop)
     ids = request.prompt
     assert [index for index, each in enumerate(ids) if each >= FIRST_ROW_ID] == list(place)
