@@ -32,6 +32,9 @@ class GraphBoundary:
     """Name of the tensor that hidden states replace; None if they go in as embeddings."""
     takes_tokens: bool = False
     """Whether layers of the stage use token ids."""
+    marks_all_rows: bool = False
+    """Whether all rows have to be marked as outputs where any is: the head does not gather those that are
+    marked, and llama.cpp would take the logits of the first rows for theirs."""
     blanks_before: int = 0
     """Layers without weights in the file before the stage's own, see
     `stages.slicing.architectures.rule_types.Blanks`."""
@@ -65,6 +68,7 @@ class GraphBoundary:
             outlet_shift=int(text_of(_PREFIX + "outlet_shift") or 0),
             inlet=text_of(_PREFIX + "inlet"),
             takes_tokens=text_of(_PREFIX + "takes_tokens") == "true",
+            marks_all_rows=text_of(_PREFIX + "marks_all_rows") == "true",
             blanks_before=int(text_of(_PREFIX + "blanks_before") or 0),
             blanks_after=int(text_of(_PREFIX + "blanks_after") or 0),
         )

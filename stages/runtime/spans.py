@@ -301,6 +301,11 @@ class SpanBatch:
         return self.run is not None and span.num_outputs == len(span.tokens)
 
     @property
+    def num_rows(self) -> list[int]:
+        """Number of rows of each span, padding included."""
+        return [len(span.tokens) + padding for span, padding in zip(self.spans, self.paddings, strict=True)]
+
+    @property
     def num_logits(self) -> list[int]:
         """Number of rows with logits of each span, padding included."""
         return [

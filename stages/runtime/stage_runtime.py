@@ -475,11 +475,10 @@ class StageRuntime:
                 "states enter"
             )
         if is_tapped:
-            counts = [len(span.tokens) + padding for span, padding in zip(spans, paddings, strict=True)]
-            self._feature_taps.keep([span.slot for span in spans], counts)
+            self._feature_taps.keep([span.slot for span in spans], batch.num_rows)
         for span, padding in zip(spans, paddings, strict=True):
             self.memory.computed(span.slot, span.start + len(span.tokens), is_padded=padding > 0)
-        return self._logits(batch) if self.info.is_tail else self._hidden_by_span(spans, paddings)
+        return self._logits(batch) if self.info.is_tail else self._hidden_by_span(batch)
 
     @contextmanager
     def _seeing_all(self) -> Iterator[None]:
@@ -515,6 +514,11 @@ class StageRuntime:
     @property
     def _takes_embeddings(self) -> bool:
         return not self.info.is_first and self._boundary.inlet is None
+
+    @property
+    def _gathers_outputs(self) -> bool:
+        """Whether only the rows that are marked as outputs have logits: at the tail of most families."""
+        return self.info.is_tail and not self._boundary.marks_all_rows
 
     def _make_tap(self) -> StopTap | LayerTap | None:
         if not self.info.is_tail:
@@ -642,7 +646,7 @@ class StageRuntime:
         looks_up = self.info.is_first or self._boundary.takes_tokens
         for span, padding in zip(batch.spans, batch.paddings, strict=True):
             rows = len(span.tokens)
-            first_output = rows - span.num_outputs if self.info.is_tail else 0
+            first_output = rows - span.num_outputs if self._gathers_outputs else 0
             if self._has_inlet:
                 first = filled.struct.n_tokens
                 self._incoming[first : first + rows] = span.hidden
@@ -658,7 +662,7 @@ class StageRuntime:
             start = self.memory.first_position(span.slot, span.start)
             filled.add(span.slot, start, tokens, hidden, first_output, parts=parts)
             if padding:
-                no_output = padding if self.info.is_tail and not batch.pads_logits(span) else 0
+                no_output = padding if self._gathers_outputs and not batch.pads_logits(span) else 0
                 # Behind all rows, from where it is dropped.
                 start = self.memory.first_position(span.slot, span.start + rows)
                 filled.add(span.slot, start, [0] * padding, None, no_output)
@@ -676,9 +680,8 @@ class StageRuntime:
     def _hidden(self) -> NDArray[np.float32] | None:
         return None if self._tap is None else self._tap.take(len(self.info.layers) - 1)
 
-    def _hidden_by_span(self, spans: Sequence[Span], paddings: Sequence[int]) -> list[NDArray[np.float32]]:
-        hidden = self._hidden()
-        counts = [len(span.tokens) + padding for span, padding in zip(spans, paddings, strict=True)]
+    def _hidden_by_span(self, batch: SpanBatch) -> list[NDArray[np.float32]]:
+        hidden, counts = self._hidden(), batch.num_rows
         num_rows = sum(counts)
         if hidden is None or len(hidden) < num_rows:
             raise UncuttableModel(
@@ -686,18 +689,22 @@ class StageRuntime:
                 f"{self.info.layers.stop - 1}"
             )
         parts = _split(hidden, counts)
-        return [part[: len(span.tokens)] for part, span in zip(parts, spans, strict=True)]
+        return [part[: len(span.tokens)] for part, span in zip(parts, batch.spans, strict=True)]
 
     def _logits(self, batch: SpanBatch) -> list[NDArray[np.float32]]:
-        spans, counts = batch.spans, batch.num_logits
-        num_outputs = sum(counts)
-        if num_outputs == 0:
+        spans = batch.spans
+        counts = batch.num_logits if self._gathers_outputs else batch.num_rows
+        if not any(span.num_outputs for span in spans):
             return [np.empty((0, self.info.n_vocab), np.float32) for _ in spans]
         pointer = llama_cpp.llama_get_logits(self._context)
-        logits = np.ctypeslib.as_array(pointer, shape=(num_outputs, self.info.n_vocab))
+        logits = np.ctypeslib.as_array(pointer, shape=(sum(counts), self.info.n_vocab))
         # A copy: llama.cpp writes the next decode's logits to the same memory.
         parts = _split(logits.copy(), counts)
-        return [part[: span.num_outputs] for part, span in zip(parts, spans, strict=True)]
+        firsts = [0 if self._gathers_outputs else len(span.tokens) - span.num_outputs for span in spans]
+        return [
+            part[first : first + span.num_outputs]
+            for part, first, span in zip(parts, firsts, spans, strict=True)
+        ]
 
 
 def _pointer(array: NDArray[Any], kind: Any) -> Any:

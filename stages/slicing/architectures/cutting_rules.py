@@ -229,7 +229,7 @@ _TABLE: Final = (
     Family(
         "mpt", (), Entry(inlet=lambda header: "inpL" if "position_embd.weight" in header.tensors else None)
     ),
-    Family("cogvlm", (), _AT_EMBEDDING),
+    Family("cogvlm", (), _enters_at(_EMBEDDING, marks_all_rows=True)),
     Family("chameleon", head_rows_are_fixed=True),
     Family("muse-glimmer", (windows(4, are_always_on=True),), _enters_at("embd_norm")),
     # Positions have four parts, which only token ids make of one.
