@@ -165,6 +165,20 @@ async def test_the_very_text_and_no_image_is_taken_for_another(name: str, tmp_pa
         assert coordinator.status().prefix_mismatches == 0
 
 
+@pytest.mark.parametrize("name", ["qwen3vl", pytest.param("gemma3", marks=SWEEP)])
+async def test_of_two_images_side_by_side_the_first_is_kept(name: str, tmp_path: Path) -> None:
+    model, options = write_vision(name, tmp_path / "model.gguf"), options_of(name)
+    start = [text(1, 40), image(name, 5, 7, 10)]
+    one, other = ([*start, image(name, seed, 5, 4), text(3, 6)] for seed in (6, 7))
+    loads = Loads()
+    async with running_ring(name, model, tmp_path, has_windows=name == "gemma3") as coordinator:
+        for parts, num_cached, num_rows in ((one, 0, 90), (other, 110, 110)):
+            wanted = whole_answer(model, options, parts, NUM_TOKENS, HOT)
+            assert await ask(coordinator, loads.request(parts, NUM_TOKENS, HOT)) == (wanted, num_cached)
+            assert loads.num_rows == num_rows
+        assert coordinator.status().prefix_mismatches == 0
+
+
 @pytest.mark.parametrize("name", ["qwen3vl", pytest.param("qwen35", marks=SWEEP)])
 async def test_a_client_leaves_within_an_image(name: str, tmp_path: Path) -> None:
     """What slots hold of the image is not taken for all of it."""
