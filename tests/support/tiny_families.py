@@ -91,6 +91,23 @@ def state_space(noise: Noise) -> Tensors:
     }
 
 
+def delta_net(noise: Noise, steps: tuple[str, ...]) -> Tensors:
+    """A gated delta net; `steps` names the matrices, alike in size, that give two steps of each head."""
+    keys, values = N_STATE, HEADS * N_STATE
+    step = (2 * HEADS // len(steps), N_EMBD)
+    return {
+        "attn_norm.weight": noise.vector(N_EMBD),
+        "attn_qkv.weight": noise.matrix(2 * keys + values, N_EMBD),
+        "attn_gate.weight": noise.matrix(values, N_EMBD),
+        "ssm_conv1d.weight": noise.matrix(2 * keys + values, 4),
+        "ssm_dt.bias": noise.vector(HEADS, 0.0),
+        "ssm_a": -np.abs(noise.vector(HEADS)),
+        **{f"ssm_{name}.weight": noise.matrix(*step) for name in steps},
+        "ssm_norm.weight": noise.vector(N_STATE),
+        "ssm_out.weight": noise.matrix(N_EMBD, values),
+    }
+
+
 def _qwen3moe(noise: Noise, _layer: int) -> Tensors:
     norm = {"ffn_norm.weight": noise.vector(N_EMBD)}
     return attention(noise) | head_norms(noise) | norm | experts(noise)
@@ -222,18 +239,7 @@ def _qwen3next(noise: Noise, layer: int, head: int = HEAD) -> Tensors:
         # Half of the queries is a gate.
         gated = {"attn_q.weight": noise.matrix(2 * HEADS * head, N_EMBD)}
         return tensors | attention(noise, head) | head_norms(noise, head) | gated
-    keys, values = N_STATE, HEADS * N_STATE
-    return tensors | {
-        "attn_norm.weight": noise.vector(N_EMBD),
-        "attn_qkv.weight": noise.matrix(2 * keys + values, N_EMBD),
-        "attn_gate.weight": noise.matrix(values, N_EMBD),
-        "ssm_conv1d.weight": noise.matrix(2 * keys + values, 4),
-        "ssm_dt.bias": noise.vector(HEADS, 0.0),
-        "ssm_a": -np.abs(noise.vector(HEADS)),
-        "ssm_ba.weight": noise.matrix(2 * HEADS, N_EMBD),
-        "ssm_norm.weight": noise.vector(N_STATE),
-        "ssm_out.weight": noise.matrix(N_EMBD, values),
-    }
+    return tensors | delta_net(noise, ("ba",))
 
 
 # Mamba, FFN, attention: each layer is one of them, and in no order that repeats.

@@ -28,6 +28,7 @@ from tests.support.tiny_families import (
     Tensors,
     TinyFamily,
     attention,
+    delta_net,
     dense,
     head_norms,
 )
@@ -48,19 +49,7 @@ def _qwen35(noise: Noise, layer: int) -> Tensors:
     if (layer + 1) % 3 == 0:
         gated = {"attn_q.weight": noise.matrix(2 * HEADS * HEAD, N_EMBD)}
         return tensors | attention(noise) | head_norms(noise) | gated
-    keys, values = N_STATE, HEADS * N_STATE
-    return tensors | {
-        "attn_norm.weight": noise.vector(N_EMBD),
-        "attn_qkv.weight": noise.matrix(2 * keys + values, N_EMBD),
-        "attn_gate.weight": noise.matrix(values, N_EMBD),
-        "ssm_conv1d.weight": noise.matrix(2 * keys + values, 4),
-        "ssm_dt.bias": noise.vector(HEADS, 0.0),
-        "ssm_a": -np.abs(noise.vector(HEADS)),
-        "ssm_beta.weight": noise.matrix(HEADS, N_EMBD),
-        "ssm_alpha.weight": noise.matrix(HEADS, N_EMBD),
-        "ssm_norm.weight": noise.vector(N_STATE),
-        "ssm_out.weight": noise.matrix(N_EMBD, values),
-    }
+    return tensors | delta_net(noise, ("beta", "alpha"))
 
 
 def _cogvlm(noise: Noise, _layer: int) -> Tensors:
