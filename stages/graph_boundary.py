@@ -35,6 +35,10 @@ class GraphBoundary:
     marks_all_rows: bool = False
     """Whether all rows have to be marked as outputs where any is: the head does not gather those that are
     marked, and llama.cpp would take the logits of the first rows for theirs."""
+    barred_from: int = 0
+    """First of the tokens that are never sampled; llama.cpp bars them in the first row of a batch only."""
+    barred_to: int = 0
+    """The last of them plus one; 0 if there are none."""
     blanks_before: int = 0
     """Layers without weights in the file before the stage's own, see
     `stages.slicing.architectures.rule_types.Blanks`."""
@@ -69,6 +73,8 @@ class GraphBoundary:
             inlet=text_of(_PREFIX + "inlet"),
             takes_tokens=text_of(_PREFIX + "takes_tokens") == "true",
             marks_all_rows=text_of(_PREFIX + "marks_all_rows") == "true",
+            barred_from=int(text_of(_PREFIX + "barred_from") or 0),
+            barred_to=int(text_of(_PREFIX + "barred_to") or 0),
             blanks_before=int(text_of(_PREFIX + "blanks_before") or 0),
             blanks_after=int(text_of(_PREFIX + "blanks_after") or 0),
         )

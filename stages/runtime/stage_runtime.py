@@ -698,8 +698,10 @@ class StageRuntime:
             return [np.empty((0, self.info.n_vocab), np.float32) for _ in spans]
         pointer = llama_cpp.llama_get_logits(self._context)
         logits = np.ctypeslib.as_array(pointer, shape=(sum(counts), self.info.n_vocab))
-        # A copy: llama.cpp writes the next decode's logits to the same memory.
-        parts = _split(logits.copy(), counts)
+        # llama.cpp writes the next decode's logits to the same memory.
+        logits = logits.copy()
+        logits[:, self._boundary.barred_from : self._boundary.barred_to] = np.finfo(np.float32).min
+        parts = _split(logits, counts)
         firsts = [0 if self._gathers_outputs else len(span.tokens) - span.num_outputs for span in spans]
         return [
             part[first : first + span.num_outputs]

@@ -230,7 +230,8 @@ _TABLE: Final = (
         "mpt", (), Entry(inlet=lambda header: "inpL" if "position_embd.weight" in header.tensors else None)
     ),
     Family("cogvlm", (), _enters_at(_EMBEDDING, marks_all_rows=True)),
-    Family("chameleon", head_rows_are_fixed=True),
+    # Tokens of pictures, hard-coded.
+    Family("chameleon", (), Entry(barred_tokens=range(4, 8196)), head_rows_are_fixed=True),
     Family("muse-glimmer", (windows(4, are_always_on=True),), _enters_at("embd_norm")),
     # Positions have four parts, which only token ids make of one.
     Family("qwen2vl", (), _AT_EMBEDDING),

@@ -51,6 +51,8 @@ class Entry:
     """Whether layers of a stage use token ids."""
     needs_embedding: bool = False
     """Whether it needs their embeddings, too."""
+    barred_tokens: range = range(0)
+    """Tokens that llama.cpp bars from being sampled, in the first row of a batch only."""
     marks_all_rows: bool = False
     """Whether its head does not gather the rows that are marked as outputs."""
 
@@ -61,11 +63,8 @@ class Entry:
             (inlet is not None, f"enters at {inlet}", "hidden states replace this tensor"),
             (self.outlet != DEFAULT_OUTLET, f"leaves at {self.outlet}", "this tensor is a layer's output"),
             (streams > 1, f"{streams} streams", "one row of hidden states has this many widths of the model"),
-            (
-                self.marks_all_rows,
-                "all rows are outputs",
-                "the head does not gather marked rows",
-            ),
+            (bool(self.barred_tokens), "barred tokens", "llama.cpp bars them in the first row only"),
+            (self.marks_all_rows, "all rows are outputs", "the head does not gather marked rows"),
         )
         return tuple(Rule(name, reason) for is_unusual, name, reason in unusual if is_unusual)
 
@@ -87,6 +86,8 @@ class Entry:
             inlet=None if is_first else inlet,
             takes_tokens=not is_first and self.takes_tokens(header, layers),
             marks_all_rows=self.marks_all_rows,
+            barred_from=self.barred_tokens.start,
+            barred_to=self.barred_tokens.stop,
             blanks_before=blanks.before,
             blanks_after=blanks.after,
         )

@@ -13,6 +13,8 @@ from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
+from stages.slicing.source_model import read_source
+from tests.qualification.own_models import OWN_MODELS
 from tests.support.tiny_models import N_VOCAB
 from tests.support.tiny_vision import write_vision
 
@@ -23,7 +25,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WINDOWS = (63, 3, 4, 5)
-N_LAYERS = 3
+
+
+def cut(model: Path, cuts: Sequence[int], folder: Path) -> list[Path]:
+    """Files of a model's stages, cut at these layers."""
+    stages = []
+    for start, stop in itertools.pairwise((0, *cuts, read_source(model).n_layers)):
+        stages.append(folder / f"{start}-{stop}.gguf")
+        cut_stage(model, LayerRange(start, stop), stages[-1])
+    return stages
 
 
 def logits(
@@ -59,10 +69,7 @@ def logits(
 def test_marked_rows_are_the_last_ones(tmp_path: Path, cuts: tuple[int, ...], exact: bool) -> None:  # noqa: FBT001
     """CogVLM's graph does not gather the rows that are marked."""
     model = write_vision("cogvlm", tmp_path / "model.gguf")
-    stages = []
-    for start, stop in itertools.pairwise((0, *cuts, N_LAYERS)):
-        stages.append(tmp_path / f"{start}-{stop}.gguf")
-        cut_stage(model, LayerRange(start, stop), stages[-1])
+    stages = cut(model, cuts, tmp_path)
     for num_sessions in (1, 2):
         every = logits(stages, None, exact=exact, num_sessions=num_sessions)
         for num_outputs in (1, 2):
@@ -71,3 +78,17 @@ def test_marked_rows_are_the_last_ones(tmp_path: Path, cuts: tuple[int, ...], ex
             for rows, all_rows in zip(marked, every, strict=True):
                 assert rows.tobytes() == all_rows[-num_outputs:].tobytes()
                 assert rows.tobytes() != all_rows[:num_outputs].tobytes()
+
+
+@pytest.mark.parametrize("cuts", [(), (1,)])
+def test_barred_tokens_are_barred_in_each_row(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+    """Chameleon's for pictures: llama.cpp bars them in the first row of a batch only."""
+    model = OWN_MODELS["chameleon-dense"](1).write(tmp_path / "model.gguf")
+    stages = cut(model, cuts, tmp_path)
+    alone, together = (logits(stages, None, exact=True, num_sessions=count) for count in (1, 2))
+    lowest = np.finfo(np.float32).min
+    for rows in (*alone, *together):
+        assert (rows[:, 4:8196] == lowest).all()
+        assert (rows[:, :4] > lowest).all()
+        assert (rows[:, 8196:] > lowest).all()
+    assert [rows.tobytes() for rows in alone for _ in range(2)] == [rows.tobytes() for rows in together]
