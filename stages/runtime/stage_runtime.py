@@ -185,6 +185,8 @@ class StageRuntime:
         info: Facts of the stage.
         memory: Positions that its slots hold.
         input_width: Values of a row that goes in.
+        takes_rows: Whether rows that are no tokens go in, at the first stage or again.
+        hands_on_rows: Whether they do at a later stage.
         decode_cpu_us: Processor time inside llama.cpp so far.
     """
 
@@ -246,6 +248,8 @@ class StageRuntime:
         self.input_width: int = (
             llama_cpp.llama_model_n_embd_inp(self._model) if self.info.is_first else self.info.n_embd
         )
+        self.takes_rows = self.info.is_first or self._boundary.takes_rows
+        self.hands_on_rows = self._boundary.hands_on_rows
         self._batch = Batch(
             self._numerics.max_rows,
             self.info.n_embd if self._takes_embeddings else None,
@@ -302,9 +306,7 @@ class StageRuntime:
         # Other stages do not use token ids.
         looks_up = self.info.is_first or self.info.is_tail or self._boundary.takes_tokens
         if self._boundary.takes_tokens and span.is_rows:
-            raise InvalidWindow(
-                f"layers {self.info.layers} look up token ids again: rows that are no tokens do not pass them"
-            )
+            self._check_embedded(span)
         images = self.memory.images(span.slot) if span.is_rows else None
         if images is not None and images.has_parts and num_position_parts(self._model) == 1:
             raise InvalidWindow("an image has columns, but positions of this model have one part")
@@ -321,6 +323,19 @@ class StageRuntime:
         if span.hidden is None or span.hidden.shape != (rows, self.input_width):
             shape = None if span.hidden is None else span.hidden.shape
             raise InvalidWindow(f"hidden states have shape {shape}; expected {(rows, self.input_width)}")
+
+    def _check_embedded(self, span: Span) -> None:
+        if not self._boundary.takes_rows:
+            raise InvalidWindow(
+                f"layers {self.info.layers} look up token ids again: rows that are no tokens do not pass them"
+            )
+        shape = None if span.embedded is None else span.embedded.shape
+        wanted = (len(span.tokens), self._row_batch.width)
+        if shape != wanted:
+            raise InvalidWindow(
+                f"layers {self.info.layers} use the embedding again: rows that are no tokens came with shape "
+                f"{shape}, expected {wanted}"
+            )
 
     def tap_features(self, layers: Collection[int]) -> tuple[int, ...]:
         """Set the layers whose outputs are features; returns those that this stage gives, in order.
@@ -655,7 +670,7 @@ class StageRuntime:
             tokens = span.tokens if looks_up else [0] * rows
             images = self.memory.images(span.slot)
             parts = images.parts(span.start, rows) if images is not None and self._brings_rows(span) else None
-            hidden = span.hidden
+            hidden = span.hidden if span.embedded is None else span.embedded
             if self._has_inlet and hidden is not None and hidden.shape[1] != filled.width:
                 # Several streams: what goes in at the inlet is no embedding.
                 hidden = None

@@ -194,7 +194,11 @@ _TABLE: Final = (
     Family(
         "gemma4",
         (windows(has_factors_elsewhere=True), SHARED_KV, embedding_again(_has_per_layer_embedding)),
-        Entry(takes_tokens=lambda header, _layers: _has_per_layer_embedding(header), needs_embedding=True),
+        Entry(
+            takes_tokens=lambda header, _layers: _has_per_layer_embedding(header),
+            needs_embedding=True,
+            takes_rows=True,
+        ),
         per_layer_parts={"per_layer_token_embd.weight": 0, "per_layer_model_proj.weight": 1},
     ),
     Family("olmo2", (windows(4),)),
