@@ -337,6 +337,10 @@ class TinyFamily:
     """Tokens; those beyond the usual ones are controls."""
     n_embd: int = N_EMBD
     """Width."""
+    controls: tuple[str, ...] = ()
+    """Further control tokens of the usual vocabulary."""
+    final_norm: str = "output_norm"
+    """Name of the norm before the head."""
     vocabulary: Path | None = None
     """A model with as many tokens, whose vocabulary and chat template take the place of the usual ones."""
 
@@ -370,7 +374,7 @@ class TinyFamily:
         for key, value in self.general.items():
             _add(writer, key, value)
         if self.vocabulary is None:
-            add_vocabulary(writer, n_vocab=self.n_vocab)
+            add_vocabulary(writer, self.controls, n_vocab=self.n_vocab)
         else:
             copy_vocabulary(writer, self.vocabulary)
         write_weights(
@@ -389,7 +393,7 @@ class TinyFamily:
         noise = Noise(seed=1)
         weights = {
             "token_embd.weight": noise.matrix(self.n_vocab, self.n_embd),
-            "output_norm.weight": noise.vector(self.n_embd),
+            f"{self.final_norm}.weight": noise.vector(self.n_embd),
         }
         if self.has_head:
             weights["output.weight"] = noise.matrix(self.n_vocab, self.n_embd)

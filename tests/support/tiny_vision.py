@@ -6,7 +6,7 @@ import asyncio
 import ctypes
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import llama_cpp
 import numpy as np
@@ -24,6 +24,7 @@ from tests.support.tiny_families import (
     N_FF,
     N_STATE,
     TINY_FAMILIES,
+    Metadata,
     Noise,
     Tensors,
     TinyFamily,
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_SECTIONS = {"rope.dimension_sections": [3, 3, 2, 0]}
+MROPE_SECTIONS: Final[Metadata] = {"rope.dimension_sections": [3, 3, 2, 0]}
+"""Parts of positions."""
 
 
 def _qwen35(noise: Noise, layer: int) -> Tensors:
@@ -83,7 +85,7 @@ OWN_FAMILIES = {
         "qwen35",
         6,
         _qwen35,
-        _ATTENTION | _SECTIONS | _LINEAR,
+        _ATTENTION | MROPE_SECTIONS | _LINEAR,
         (1, 2, 3, 4, 5),
     ),
     "cogvlm": TinyFamily(
@@ -93,7 +95,7 @@ OWN_FAMILIES = {
         _ATTENTION | {"attention.head_count_kv": HEADS},
         (1, 2),
     ),
-    "glm4v": replace(_GLM, metadata=_GLM.metadata | _SECTIONS),
+    "glm4v": replace(_GLM, metadata=_GLM.metadata | MROPE_SECTIONS),
 }
 MROPE = {"qwen3vl", "qwen35", "glm4v"}
 SEE_ALL = {"gemma3", "gemma4"}
