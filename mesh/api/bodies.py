@@ -36,8 +36,8 @@ MOST_BODY_BYTES: Final = 16 * 2**20
 MOST_PICTURE_BODY_BYTES: Final = 28 * 2**20
 _CLIENT_BODIES: Final = 2
 _TOTAL_BODIES: Final = 8
-# With pictures. Few chats with text come near the largest body; one with pictures soon does, and is held until
-# its answer ends, while the chats of one user run side by side.
+# With pictures. Few chats with text come near the largest body; one with pictures soon does, and is held
+# until its answer ends, while the chats of one user run side by side.
 _MORE_WITH_PICTURES: Final = 2
 _MAX_WAITING: Final = 256
 # Such a body is freed at once, not when the collector looks for garbage the next time.

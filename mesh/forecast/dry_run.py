@@ -319,9 +319,11 @@ def _q8_0_cache_bytes(sizes: StageSizes, placed: Plan, context: PlanningContext)
 
 def _with_head(context: PlanningContext, options: DryRunOptions) -> PlanningContext:
     """The same hosts, the head's with what its processes for requests, and the drafter, leave."""
-    text_bytes = options.worker_bytes + options.text_bytes + options.picture_bytes
+    request_bytes = options.worker_bytes + options.text_bytes + options.picture_bytes
     hosts = [
-        replace(host, capacity=host.capacity.on_head(draft_bytes=options.draft_bytes, text_bytes=text_bytes))
+        replace(
+            host, capacity=host.capacity.on_head(draft_bytes=options.draft_bytes, request_bytes=request_bytes)
+        )
         if host.capacity.name == context.head
         else host
         for host in context.hosts

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from mesh.placement.encoder_host import EncoderSizes
+from mesh.placement.memory_estimate import PROCESS_BYTES
 from spanmesh_proto.errors import MeshError
+from stages.gguf import read_header
 from stages.vision.library import mtmd_path
 from stages.vision.projector_file import check_projector
 
@@ -12,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+_N_LAYERS: Final = "clip.vision.block_count"
 # Measured on x86-64 Linux with the vocabulary of SmolLM2: Python, its libraries, llama.cpp's code, 55 MB.
 _ENCODER_BYTES: Final = 64 * 2**20
 # Two processes of 15 MB. What they decode they hold for a second or two.
@@ -20,8 +24,25 @@ _READER_BYTES: Final = 2 * 24 * 2**20
 _COMPUTED_SHARE: Final = 0.25
 
 
+def encoder_sizes(projector: Path) -> EncoderSizes:
+    """Sizes of a projector on a host, by its header: its weights, and estimates of all else.
+
+    Raises:
+        InvalidModel: If it is no GGUF.
+    """
+    header = read_header(projector)
+    weight_bytes = sum(tensor.n_bytes for tensor in header.tensors.values())
+    return EncoderSizes(
+        projector,
+        max(1, header.integer(_N_LAYERS, 0)),
+        weight_bytes,
+        int(_COMPUTED_SHARE * weight_bytes),
+        PROCESS_BYTES + _ENCODER_BYTES,
+    )
+
+
 def checked_picture_bytes(projector: Path, model: Path) -> int:
-    """Bytes of the processes for pictures of one model, whose projector is checked by its header.
+    """Bytes of the head's processes for pictures of one model, whose projector is checked by its header.
 
     Args:
         projector: The projector, which is loaded whole.
@@ -34,8 +55,8 @@ def checked_picture_bytes(projector: Path, model: Path) -> int:
     """
     mtmd_path()
     check_projector(projector, model)
-    weights = projector.stat().st_size
-    return _ENCODER_BYTES + _READER_BYTES + weights + int(_COMPUTED_SHARE * weights)
+    sizes = encoder_sizes(projector)
+    return _ENCODER_BYTES + _READER_BYTES + sizes.weight_bytes + sizes.compute_bytes
 
 
 def library_state() -> str:

@@ -77,7 +77,7 @@ def test_memory_for_pictures_is_the_heads(tmp_path: Path) -> None:
     projector = tiny_projectors.llava(tmp_path / "mmproj.gguf")
     blind, seeing = (own_capacity("head", check(options_for(model, each))) for each in (None, projector))
     taken = blind.memory_bytes - seeing.memory_bytes
-    assert taken == seeing.text_bytes - blind.text_bytes == checked_picture_bytes(projector, model)
+    assert taken == seeing.request_bytes - blind.request_bytes == checked_picture_bytes(projector, model)
     assert taken > projector.stat().st_size
 
 
