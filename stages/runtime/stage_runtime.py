@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
 from spanmesh_proto.row_ids import stray_id
 from stages.graph_boundary import GraphBoundary
+from stages.runtime.bindings import llama_cpp
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.hidden_tap import FeatureTaps, LayerTap, StopTap, make_stop_tap
 from stages.runtime.kv_types import KV_TYPES
