@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 from mesh.placement.gpu_layers import GPU_PROCESS_BYTES
+from mesh.placement.memory_estimate import PROCESS_BYTES
 from mesh.placement.one_host import memory_on_one, place_on_one
 from spanmesh_proto.errors import NotEnoughHosts
 from stages.layers import LayerRange
@@ -38,7 +39,9 @@ class EncoderSizes:
     compute_bytes: int
     """What is computed of a picture."""
     process_bytes: int
-    """The rest of its processes on a host."""
+    """The rest of its processes on a host, Ray's included."""
+    is_measured: bool = False
+    """Whether what is computed was measured."""
 
     @property
     def name(self) -> str:
@@ -49,6 +52,11 @@ class EncoderSizes:
     def layers(self) -> LayerRange:
         """All layers."""
         return LayerRange(0, self.n_layers)
+
+    @property
+    def head_bytes(self) -> int:
+        """Memory of the head's process, which Ray does not start."""
+        return self.memory.total_bytes - PROCESS_BYTES
 
     @cached_property
     def memory(self) -> StageMemory:

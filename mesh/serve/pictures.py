@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from mesh.serve.options import projector_options
 from mesh.serve.pipeline import Pipeline
 from mesh.vision.encoder import EncoderProcess
 from mesh.vision.pictures import ModelPictures
@@ -16,7 +16,6 @@ from mesh.vision.placed_encoder import PlacedEncoder
 from mesh.vision.projectors import encoder_sizes
 from spanmesh_proto.errors import InvalidModel
 from stages.transport.channels import MAX_MESSAGE_BYTES
-from stages.vision.projector import ProjectorOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from mesh.placement.encoder_host import EncoderSizes
     from mesh.serve.preflight import Preflight
     from mesh.status import ModelDescription
+    from stages.vision.projector import ProjectorOptions
 
 _F32_BYTES: Final = 4
 
@@ -50,7 +50,7 @@ class ServedPictures:
     def of(cls, encoder: EncoderProcess) -> ServedPictures:
         """Pictures whose encoder is a process of the head, for the time being."""
         placed = PlacedEncoder(encoder)
-        sizes = encoder_sizes(Path(encoder.options.path))
+        sizes = encoder_sizes(encoder.options)
         return cls(ModelPictures(placed), placed, encoder.options, sizes, Pipeline())
 
     def describe(self, model: ModelDescription) -> ModelDescription:
@@ -90,13 +90,7 @@ async def open_pictures(
     if path is None:
         yield None, known
         return
-    projector = ProjectorOptions(
-        str(path),
-        str(options.model),
-        num_threads=known.facts.num_threads,
-        most_tokens=options.image_max_tokens,
-    )
-    encoder = EncoderProcess(projector)
+    encoder = EncoderProcess(projector_options(options, path, num_threads=known.facts.num_threads))
     try:
         facts = await encoder.facts()
         most_at_once = facts.most_at_once

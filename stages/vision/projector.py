@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 MOST_ROWS: Final = 4096
 """Of a picture, all of its slices together."""
 
+MOST_TOKENS: Final = 1024
+"""Of a picture, where a projector takes any size, unless the user says otherwise."""
+
 # llama.cpp's LLAMA_LOAD_MODE_NONE: with any other a model without memory ends the process.
 _LOAD_NOTHING: Final = 0
 # What mtmd_tokenize answers where a picture cannot be prepared.
@@ -65,7 +68,7 @@ class ProjectorOptions:
     """Threads of the processor."""
     device: str | None = None
     """llama.cpp's name of the GPU that computes; None for the processor."""
-    most_tokens: int = 1024
+    most_tokens: int = MOST_TOKENS
     """Most rows of a picture, where a projector takes any size: larger pictures are scaled down."""
 
     @property
