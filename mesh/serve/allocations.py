@@ -49,6 +49,7 @@ class HostAllocations:
         draft_bytes: int = 0,
         request_bytes: int = 0,
         most_threads: int | None = None,
+        computes_at_times: bool = False,
     ) -> ModelAllocation:
         """Open the allocation of a model; see `ModelAllocation`."""
         allocation = ModelAllocation(
@@ -58,6 +59,7 @@ class HostAllocations:
             draft_bytes=draft_bytes,
             request_bytes=request_bytes,
             most_threads=most_threads,
+            computes_at_times=computes_at_times,
         )
         self._allocations.append(allocation)
         return allocation
@@ -145,7 +147,14 @@ class HostAllocations:
             host = host.on_head(draft_bytes=draft_bytes, request_bytes=self._worker_bytes + request_bytes)
             drafts = sum(other.draft_bytes for other in others)
             texts = sum(other.request_bytes for other in others)
-        held = [placement.memory for other in others for placement in other.pipeline.held_on(member.name)]
+        held = []
+        for other in others:
+            memory = [placement.memory for placement in other.pipeline.held_on(member.name)]
+            if other.computes_at_times:
+                for each in memory:
+                    host = host.without(each)
+            else:
+                held += memory
         if beside_replicas:
             held += [
                 replica.config.memory
@@ -179,6 +188,8 @@ class ModelAllocation:
         draft_bytes: Memory of its draft model, on the head.
         request_bytes: Memory of the processes that read its requests, on the head: vocabulary, projector.
         most_threads: Threads of each host for this model; None for those that no other model computes with.
+        computes_at_times: Whether it leaves all threads, and the speed of its host, to the others, since it
+            seldom computes.
 
     Attributes:
         noted: Its stages as last announced to all hosts.
@@ -195,7 +206,9 @@ class ModelAllocation:
         draft_bytes: int = 0,
         request_bytes: int = 0,
         most_threads: int | None = None,
+        computes_at_times: bool = False,
     ) -> None:
+        self.computes_at_times = computes_at_times
         self._allocations = allocations
         self.name = name
         self.pipeline = pipeline
@@ -224,6 +237,7 @@ class ModelAllocation:
         taken = sum(
             handle.config.options.num_threads
             for other in self._others()
+            if not other.computes_at_times
             for handle in (*other.pipeline.handles, *other.pipeline.loading)
             if handle.member.name == member.name
         )

@@ -124,6 +124,8 @@ class Hosted(Protocol):
     """Memory on the head's host besides."""
     most_threads: int | None
     """Threads of a host for it; None for those that no other model computes with."""
+    computes_at_times: bool
+    """Whether it leaves the speed of its host to models, since it seldom computes."""
     can_do_without: bool
     """Whether requests are answered without a host: then its deployment ends rather than wait for one."""
 
@@ -195,6 +197,7 @@ class OneHostDeployment:
             model.pipeline,
             request_bytes=model.request_bytes,
             most_threads=model.most_threads,
+            computes_at_times=model.computes_at_times,
         )
         self._maker = maker
         self._executor = PlacementExecutor(self._maker, self._allocation, head.members)

@@ -42,6 +42,7 @@ class HostedEmbeddings(Hosted):
         self.memory = model.sizes.memory
         self.request_bytes = model.known.text_bytes
         self.most_threads = model.load_request.threads
+        self.computes_at_times = False
         self.can_do_without = False
         self._model = model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,9 @@ class HostedEncoder(Hosted):
         self.layers = pictures.sizes.layers
         self.memory = pictures.sizes.memory
         self.request_bytes = 0
-        self.most_threads = None
+        # All of its host, as on the head.
+        self.most_threads = sys.maxsize
+        self.computes_at_times = True
         self.can_do_without = True
         self._placed = pictures.placed
         self._sizes = pictures.sizes
