@@ -21,6 +21,7 @@ from spanmesh_proto.image_chunk import ImageChunk
 from stages.gguf import part_paths
 from stages.runtime.devices import GpuPlacing, device_pointers, layer_devices
 from stages.runtime.llama import init_backend, last_complaint, route_log
+from stages.runtime.llama_libraries import has_tiled_products, loaded_kernels, tiled_products
 from stages.vision.chunks import PictureParts, encoder_identity
 from stages.vision.library import load_mtmd, mtmd_build
 from stages.vision.picture import CHANNELS, Picture
@@ -104,6 +105,7 @@ class Projector:
         kind = check_projector(path, model)
         self._mtmd = load_mtmd()
         init_backend()
+        self._kernels = loaded_kernels()
         route_log(self._mtmd.mtmd_helper_log_set)
         files = (path, *part_paths(model))
         stamps = stamps_of(files)
@@ -111,11 +113,14 @@ class Projector:
             self._model = _load_vocabulary(model)
             self._context = self._load(options)
             sha256 = _unchanged_sha256(path, files, stamps)
+            settings = f"most_tokens={options.most_tokens}"
+            if has_tiled_products(self._kernels):
+                settings += ", tiled products"
             self.facts = ProjectorFacts(
                 kind=kind,
                 width=llama_cpp.llama_model_n_embd_inp(self._model),
                 most_at_once=self._most_at_once(options.most_tokens),
-                identity=encoder_identity(sha256, mtmd_build(), f"most_tokens={options.most_tokens}").hex(),
+                identity=encoder_identity(sha256, mtmd_build(), settings).hex(),
             )
             self._check()
         except BaseException:
@@ -268,7 +273,8 @@ class Projector:
         return np.array([(at.t, at.y, at.x) for at in found], np.int64).reshape(num_rows, 3)
 
     def _rows(self, chunk: Any, num_rows: int) -> NDArray[np.float32]:
-        status = self._mtmd.mtmd_encode_chunk(self._context, chunk)
+        with tiled_products(self._kernels):
+            status = self._mtmd.mtmd_encode_chunk(self._context, chunk)
         if status != 0:
             raise StageFailed(f"mtmd_encode_chunk failed with status {status}: {last_complaint()}")
         pointer = self._mtmd.mtmd_get_output_embd(self._context)
