@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -68,6 +69,8 @@ PLACES: Final = (_BEFORE, _WITHIN, _BEHIND)
 ENCODER: Final = "mesh.vision.encoder_worker"
 DECODER: Final = "mesh.vision.picture_worker"
 _TRIES: Final = 8
+_NUM_PAIRS: Final = 3
+_SEED: Final = 56
 # Reads a request from its input, and prints the answer.
 _POST: Final = """
 import sys, urllib.request
@@ -233,9 +236,9 @@ _SHOWS: Final = text("The picture shows:")
 _ASK: Final = text(".\nWhich color is it? Answer with one word.")
 
 
-def shown(word: str, **fields: Any) -> dict[str, Any]:
-    """A chat about a picture of one colour."""
-    return chat(_SHOWS, image_url(word), _ASK, **fields)
+def shown(*words: str, **fields: Any) -> dict[str, Any]:
+    """A chat about a picture of one colour, or of one for each patch."""
+    return chat(_SHOWS, image_url(*words), _ASK, **fields)
 
 
 class Oracle:
@@ -249,24 +252,20 @@ class Oracle:
     def __init__(self, bed: Bed, findings: Findings) -> None:
         self._bed = bed
         self._findings = findings
-        self._wanted: dict[str, list[int]] = {}
-        self._prompts: dict[str, list[int]] = {}
+        self._tokens: dict[str, int] = {}
+        self._random = random.Random(_SEED)
 
     def words(self) -> None:
         """Each colour, and the words in its place."""
+        texts = set()
         for word in _COLOURS:
             answer = self._bed.post("/v1/chat/completions", shown(word))
-            prompt = answer["prompt_token_ids"]
-            (token,) = self._bed.post("/tokenize", {"prompt": word, "add_special_tokens": False})["tokens"]
-            ids = [token if each == -1 else each for each in prompt]
-            body = {"prompt": ids, "temperature": 0, "max_tokens": _TOKENS, "return_token_ids": True}
-            same = self._bed.post("/v1/completions", {**body, "cache_prompt": False})
-            self._wanted[word], self._prompts[word] = tokens_of(same), prompt
-            is_same = tokens_of(answer) == tokens_of(same) and prompt.count(-1) == NUM_ROWS
+            wanted = self._wanted(answer, [word] * NUM_ROWS)
             said = answer["choices"][0]["message"]["content"]
+            texts.add(said)
+            is_same = tokens_of(answer) == wanted
             self._findings.note("answers to pictures, by those to words in their place", is_same, said)
             self._findings.note("colours that are named", word.strip() in said.lower(), said)
-        texts = {tuple(each) for each in self._wanted.values()}
         self._findings.note("answers to different pictures that differ", len(texts) > 1, texts)
 
     def second_turns(self) -> None:
@@ -280,7 +279,7 @@ class Oracle:
             ]
             with self._bed.standing_still(ENCODER, DECODER):
                 answer = self._bed.post("/v1/chat/completions", body)
-            is_cached = num_cached(answer) >= len(self._prompts[word]) - 1
+            is_cached = num_cached(answer) >= len(first["prompt_token_ids"]) - 1
             self._findings.note("second turns that encode nothing", is_cached, num_cached(answer))
 
     def other_pictures(self, where: str, between: Callable[[], None]) -> None:
@@ -290,17 +289,31 @@ class Oracle:
             where: Where the rows of the first picture are then.
             between: What happens in between.
         """
-        title = f"another picture under the same text, first one's rows {where}"
-        for word, other in ((" red", " blue"), (" green", " yellow")):
-            self._bed.post("/v1/chat/completions", shown(word))
+        for _ in range(_NUM_PAIRS):
+            first, other = (self._random.choices(_COLOURS, k=NUM_ROWS) for _ in range(2))
+            self._bed.post("/v1/chat/completions", shown(*first))
             between()
-            place = self._prompts[other].index(-1)
-            answer = self._bed.post("/v1/chat/completions", shown(other))
-            is_good = tokens_of(answer) == self._wanted[other] and num_cached(answer) <= place
-            self._findings.note(title, is_good, (num_cached(answer), tokens_of(answer)))
-            again = self._bed.post("/v1/chat/completions", shown(word))
-            title_again = f"the first picture again, its rows {where}"
-            self._findings.note(title_again, tokens_of(again) == self._wanted[word], tokens_of(again))
+            answer = self._bed.post("/v1/chat/completions", shown(*other))
+            is_unlike = num_cached(answer) <= answer["prompt_token_ids"].index(-1)
+            self._findings.note(
+                f"another picture under the same text, first one's rows {where}",
+                is_unlike and tokens_of(answer) == self._wanted(answer, other),
+                (num_cached(answer), tokens_of(answer)),
+            )
+            again = self._bed.post("/v1/chat/completions", shown(*first))
+            is_same = tokens_of(again) == self._wanted(again, first)
+            title = f"the first picture again, its rows {where}"
+            self._findings.note(title, is_same, (num_cached(again), tokens_of(again)))
+
+    def _wanted(self, answer: Mapping[str, Any], words: Sequence[str]) -> list[int]:
+        """Answer to the words in place of the rows of a picture."""
+        for word in set(words) - self._tokens.keys():
+            body = {"prompt": word, "add_special_tokens": False}
+            (self._tokens[word],) = self._bed.post("/tokenize", body)["tokens"]
+        rest = iter(words)
+        ids = [self._tokens[next(rest)] if each == -1 else each for each in answer["prompt_token_ids"]]
+        asked = {"prompt": ids, "temperature": 0, "max_tokens": _TOKENS, "return_token_ids": True}
+        return tokens_of(self._bed.post("/v1/completions", {**asked, "cache_prompt": False}))
 
     def displace(self) -> None:
         """Other texts for all slots, so that what they held is on disk only."""
