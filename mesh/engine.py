@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mesh.status import FeatureStatus, ProposerStatus, SpeculationStatus, WindowTimes, as_json
+from spanmesh_proto.image_chunk import begin_of_chunk
 from spanmesh_proto.row_ids import has_rows
 from speculative.acceptance import DepthStatistics, SpeculationStatistics
 from stages.sampling.sampler import SamplingParams
@@ -111,6 +112,15 @@ class GenerationRequest:
     """Rows of the prompt that are no tokens, in order."""
     on_prefill: Callable[[PrefillProgress], None] | None = field(default=None, compare=False, repr=False)
     """Called in the event loop whenever more of the prompt was read; None for no calls."""
+
+    @property
+    def chunks(self) -> tuple[ImageChunk, ...]:
+        """Places of the prompt's rows that are no tokens, in order."""
+        return tuple(each.chunk for each in self.inputs)
+
+    def begin_of_input(self, num: int) -> int:
+        """The number of first rows itself, or that of those before the input that it divides."""
+        return begin_of_chunk(self.chunks, num)
 
     @property
     def has_rows(self) -> bool:

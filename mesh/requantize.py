@@ -10,12 +10,11 @@ import ctypes
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-import llama_cpp
-
 from spanmesh_proto.errors import InvalidModel
 from stages.files import atomic_write
 from stages.gguf import read_header
 from stages.isolated import ProcessEnded, call
+from stages.runtime.bindings import llama_cpp
 from stages.runtime.llama import llama_library
 from stages.runtime.llama_libraries import load_best_kernels
 

@@ -32,6 +32,18 @@ class GraphBoundary:
     """Name of the tensor that hidden states replace; None if they go in as embeddings."""
     takes_tokens: bool = False
     """Whether layers of the stage use token ids."""
+    takes_rows: bool = False
+    """Whether they use the embedding again: rows that are no tokens come with hidden states, as they entered
+    the first stage."""
+    hands_on_rows: bool = False
+    """Whether layers of a later stage do, so that such rows go on with hidden states."""
+    marks_all_rows: bool = False
+    """Whether all rows have to be marked as outputs where any is: the head does not gather those that are
+    marked, and llama.cpp would take the logits of the first rows for theirs."""
+    barred_from: int = 0
+    """First of the tokens that are never sampled; llama.cpp bars them in the first row of a batch only."""
+    barred_to: int = 0
+    """The last of them plus one; 0 if there are none."""
     blanks_before: int = 0
     """Layers without weights in the file before the stage's own, see
     `stages.slicing.architectures.rule_types.Blanks`."""
@@ -65,6 +77,11 @@ class GraphBoundary:
             outlet_shift=int(text_of(_PREFIX + "outlet_shift") or 0),
             inlet=text_of(_PREFIX + "inlet"),
             takes_tokens=text_of(_PREFIX + "takes_tokens") == "true",
+            takes_rows=text_of(_PREFIX + "takes_rows") == "true",
+            hands_on_rows=text_of(_PREFIX + "hands_on_rows") == "true",
+            marks_all_rows=text_of(_PREFIX + "marks_all_rows") == "true",
+            barred_from=int(text_of(_PREFIX + "barred_from") or 0),
+            barred_to=int(text_of(_PREFIX + "barred_to") or 0),
             blanks_before=int(text_of(_PREFIX + "blanks_before") or 0),
             blanks_after=int(text_of(_PREFIX + "blanks_after") or 0),
         )

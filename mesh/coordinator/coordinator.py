@@ -390,7 +390,7 @@ class Coordinator:
         """Cached prefix of a session in a new ring: what it shares with sessions that replay before it."""
         request = session.request
         tokens = session.tokens if request.uses_cache and not session.is_over else ()
-        return self._slots.prefix_cache.match(tokens, request.client, {session.slot})
+        return self._slots.prefix_cache.match(tokens, request.client, {session.slot}, chunks=request.chunks)
 
     async def _admit(self, stack: contextlib.AsyncExitStack, request: GenerationRequest) -> PrefixMatch:
         """Wait for a connected ring and for a slot, which is held until the stack unwinds."""
@@ -398,7 +398,7 @@ class Coordinator:
         async with self._request_gate.patience():
             await self._request_gate.opened()
             prefix_match = await stack.enter_async_context(
-                self._slots.hold(prompt, request.client, request.max_tokens)
+                self._slots.hold(prompt, request.client, request.max_tokens, chunks=request.chunks)
             )
             if not self._request_gate.is_open:
                 # The ring broke while the session waited for the slot: what the slot held is lost.
@@ -421,7 +421,9 @@ class Coordinator:
                 prefix_match = found
             elif prefix_match.source_slot != slot:
                 # Another slot may have changed meanwhile.
-                prefix_match = self._slots.prefix_cache.match(request.prompt, request.client, {slot})
+                prefix_match = self._slots.prefix_cache.match(
+                    request.prompt, request.client, {slot}, chunks=request.chunks
+                )
         return prefix_match
 
     def _expect(self, session: Session, tokens: Sequence[int], floor: int = 0) -> None:

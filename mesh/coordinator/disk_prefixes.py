@@ -20,7 +20,7 @@ from mesh.coordinator.plugs import Plug, RingPlug
 from mesh.coordinator.prefix_cache import PrefixMatch
 from mesh.status import BlocksStatus, KvDiskStatus
 from spanmesh_proto import windows_pb2 as wire
-from spanmesh_proto.row_ids import begin_of_rows
+from spanmesh_proto.image_chunk import begin_of_chunk
 from speculative.cost_model import moved
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.plugs import NewRing
     from mesh.engine import GenerationRequest
     from mesh.status import MeshStatus
+    from spanmesh_proto.image_chunk import ImageChunk
 
 BLOCK_POSITIONS: Final = 256
 """Positions of a block: few, so that little of a prompt is left over; many, so that files have some size."""
@@ -265,13 +266,21 @@ class DiskPrefixes(RingPlug):
         if not fetched.num_positions or len(pending.positions) == len(self._stages):
             pending.least.set_result(min(pending.positions.values()))
 
-    def find(self, prompt: Sequence[int], client: str | None, num_cached: int) -> DiskMatch | None:
+    def find(
+        self,
+        prompt: Sequence[int],
+        client: str | None,
+        num_cached: int,
+        *,
+        chunks: Sequence[ImageChunk] = (),
+    ) -> DiskMatch | None:
         """First positions of a prompt that all stages have on disk; None if they are not worth a fetch.
 
         Args:
             prompt: Token ids; the last is left to compute.
             client: Client of the request.
             num_cached: Positions that the stages have in memory.
+            chunks: See `PrefixCache.match`.
         """
         if not self.is_on or not self._stages[0].names or self._is_closed:
             return None
@@ -284,8 +293,8 @@ class DiskPrefixes(RingPlug):
         if self._can_trim:
             match: DiskMatch | None = self._whole(names, num_blocks)
         else:
-            match = self._to_state(names, num_blocks, prompt)
-        num_spared = 0 if match is None else begin_of_rows(prompt, match.num_positions) - num_cached
+            match = self._to_state(names, num_blocks, len(prompt), chunks)
+        num_spared = 0 if match is None else begin_of_chunk(chunks, match.num_positions) - num_cached
         if match is None or num_spared < self._block_positions:
             return None
         return match if self._history.pace.pays(match.num_positions, num_spared) else None
@@ -294,11 +303,13 @@ class DiskPrefixes(RingPlug):
         blocks = tuple(names.block(index) for index in range(num_blocks))
         return DiskMatch(blocks, num_blocks * self._block_positions)
 
-    def _to_state(self, names: BlockNames, num_blocks: int, prompt: Sequence[int]) -> DiskMatch | None:
+    def _to_state(
+        self, names: BlockNames, num_blocks: int, num_rows: int, chunks: Sequence[ImageChunk]
+    ) -> DiskMatch | None:
         """The longest prefix that ends with a state."""
         for stop in sorted(set(self._stages[0].states.values()), reverse=True):
             num_before = names.start_of_state(stop) // self._block_positions
-            is_within = stop >= len(prompt) or begin_of_rows(prompt, stop) < stop
+            is_within = stop >= num_rows or begin_of_chunk(chunks, stop) < stop
             if is_within or num_before > num_blocks:
                 continue
             if self._can_be_fetched(names.state(stop)):
@@ -480,11 +491,15 @@ class DiskPlug(Plug):
     async def lengthened(self, match: PrefixMatch, request: GenerationRequest) -> PrefixMatch | None:
         """The cached prefix, or a longer one that the stages have read from their disks into memory."""
         disk, slot = self.prefixes, match.slot
-        found = None if disk is None else disk.find(request.prompt, request.client, match.num_cached)
+        found = (
+            None
+            if disk is None
+            else disk.find(request.prompt, request.client, match.num_cached, chunks=request.chunks)
+        )
         if disk is None or found is None or self._rounds_otherwise(request, found.num_positions):
             return match
         fetch, num_positions = await disk.fetch(found)
-        num_positions = begin_of_rows(request.prompt, num_positions)
+        num_positions = request.begin_of_input(num_positions)
         if num_positions > match.num_cached:
             disk.used(num_positions)
             checkpoints = () if self._can_trim else (num_positions,)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from mesh.engine import PrefillProgress
 from spanmesh_proto.errors import ProtocolError
-from spanmesh_proto.row_ids import begin_of_rows, has_rows
+from spanmesh_proto.row_ids import has_rows
 from speculative.acceptance import Judgement, StageMeasure, WindowOutcome, judge, judge_unread
 from speculative.proposer import EMPTY, Proposal
 
@@ -282,7 +282,7 @@ class Generation:
         if start < self._num_resumable:
             # Stages that have these still need not compute them; those behind, all must.
             num_rows = min(num_rows, self._num_resumable - start)
-        prompt_end = begin_of_rows(self._prefix, len(self._prefix) - _PROMPT_END)
+        prompt_end = self.request.begin_of_input(len(self._prefix) - _PROMPT_END)
         is_divided = self._rollback.divides(self.num_to_prefill)
         if is_divided and start < prompt_end:
             num_rows = min(num_rows, prompt_end - start)
@@ -296,7 +296,7 @@ class Generation:
         asks: Mapping[str, Any] = {}
         # What stages still hold they do not compute, so nothing would be done there.
         is_new = start >= self._num_resumable
-        if is_new and is_divided and begin_of_rows(self._prefix, start) == start:
+        if is_new and is_divided and self.request.begin_of_input(start) == start:
             asks = self._rollback.before_chunk(start, self.position, is_division=start == prompt_end)
         return self._send(
             WindowPlan(
@@ -361,7 +361,7 @@ class Generation:
         self._prefix = self.tokens
         # In a ring that breaks while it replays, no more is known than before.
         num_held = max(self._num_resumable, self._num_computed, self.num_cached)
-        self._num_resumable = begin_of_rows(self._prefix, num_held)
+        self._num_resumable = self.request.begin_of_input(num_held)
         self._rollback.clear()
         self.skip(0)
         return self._void()

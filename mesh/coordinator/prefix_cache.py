@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from spanmesh_proto.row_ids import begin_of_rows
+from spanmesh_proto.image_chunk import begin_of_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
+
+    from spanmesh_proto.image_chunk import ImageChunk
 
 # Below this many, computing tokens is as quick as going on from them.
 _WORTHWHILE: Final = 8
@@ -77,7 +79,14 @@ class PrefixCache:
         self._least_copied = max(_WORTHWHILE, context_length // _COPIED_PER_TOKEN)
         self._num_uses = 0
 
-    def match(self, prompt: Sequence[int], client: str | None, free: Collection[int]) -> PrefixMatch:
+    def match(
+        self,
+        prompt: Sequence[int],
+        client: str | None,
+        free: Collection[int],
+        *,
+        chunks: Sequence[ImageChunk] = (),
+    ) -> PrefixMatch:
         """Choose a slot for a session, and the cached prefix that it begins with.
 
         The last token of the prompt is always left to compute: its row gives the first token of the answer.
@@ -89,12 +98,12 @@ class PrefixCache:
             prompt: Token ids.
             client: Client of the session.
             free: Slots without a session, at least one.
+            chunks: Rows of the prompt that are no tokens: no session begins within one of them.
         """
         wanted = np.asarray(prompt[:-1], np.int64)
         prefixes = self._cached | self._expected
-        # No session begins within rows that are no tokens.
         common = {
-            slot: begin_of_rows(prompt, num_common(wanted, cached.tokens))
+            slot: begin_of_chunk(chunks, num_common(wanted, cached.tokens))
             for slot, cached in prefixes.items()
             if cached.client == client
         }
@@ -105,7 +114,7 @@ class PrefixCache:
                     (
                         point
                         for point in self._cached[slot].return_points
-                        if point <= num and begin_of_rows(prompt, point) == point
+                        if point <= num and begin_of_chunk(chunks, point) == point
                     ),
                     default=0,
                 )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from mesh.coordinator.prefix_cache import PrefixMatch
     from spanmesh_proto.errors import MeshError
+    from spanmesh_proto.image_chunk import ImageChunk
 
 # Weight of each new time in the moving mean: about the latest dozen count.
 _WEIGHT: Final = 1 / 8
@@ -126,7 +127,12 @@ class SlotPool:
 
     @contextlib.asynccontextmanager
     async def hold(
-        self, prompt: Sequence[int] = (), client: str | None = None, max_tokens: int = 1
+        self,
+        prompt: Sequence[int] = (),
+        client: str | None = None,
+        max_tokens: int = 1,
+        *,
+        chunks: Sequence[ImageChunk] = (),
     ) -> AsyncIterator[PrefixMatch]:
         """A slot for the `with` block, and the cached prefix of the prompt.
 
@@ -134,12 +140,13 @@ class SlotPool:
             prompt: Token ids; empty to begin without a prefix.
             client: Client of the request; clients take turns.
             max_tokens: Limit of the answer.
+            chunks: See `PrefixCache.match`.
 
         Raises:
             Overloaded: If the queue is full.
         """
         free = await self._acquire(client, max_tokens)
-        prefix_match = self.prefix_cache.match(prompt, client, free)
+        prefix_match = self.prefix_cache.match(prompt, client, free, chunks=chunks)
         self._free.discard(prefix_match.slot)
         since_s = self._clock_s()
         try:

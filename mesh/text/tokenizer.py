@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-import llama_cpp
-
 from spanmesh_proto.errors import InvalidModel, InvalidRequest
 from stages.grammar.automaton import TokenTexts
+from stages.runtime.bindings import llama_cpp
 from stages.runtime.llama import init_backend, last_complaint
 
 if TYPE_CHECKING:

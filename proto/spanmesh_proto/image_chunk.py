@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 @dataclass(frozen=True)
@@ -33,3 +37,11 @@ class ImageChunk:
     def stop(self) -> int:
         """Its last row plus one."""
         return self.first_row + self.num_rows
+
+
+def begin_of_chunk(chunks: Iterable[ImageChunk], num: int) -> int:
+    """The number of first rows itself, or that of those before the chunk that it divides.
+
+    What has computed some rows of a chunk may be unable to go on within it.
+    """
+    return next((chunk.first_row for chunk in chunks if chunk.first_row < num < chunk.stop), num)

@@ -52,16 +52,6 @@ def num_before_rows(ids: Sequence[int]) -> int:
     return next(index for index, each in enumerate(ids) if each >= FIRST_ROW_ID)
 
 
-def begin_of_rows(ids: Sequence[int], num: int) -> int:
-    """The number of first ids itself, or that of those before the rows that are no tokens around it.
-
-    What has computed some of such rows may be unable to go on within them.
-    """
-    if not 0 < num < len(ids) or min(ids[num - 1], ids[num]) < FIRST_ROW_ID:
-        return num
-    return next((index + 1 for index in range(num - 1, -1, -1) if ids[index] < FIRST_ROW_ID), 0)
-
-
 def tokens_among(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """The ids of tokens, in order."""
     return ids[ids < FIRST_ROW_ID]

@@ -201,8 +201,11 @@ class _Whole:
         Raises:
             InvalidModel: If logits are not finite.
         """
-        logits, hidden = self._run(start, tokens, num_outputs)
-        return ReferenceDecode(phase, start, tokens, logits, hidden, checkpoints)
+        # All rows are marked as outputs: a head that does not gather the marked ones shows at the stages.
+        logits, hidden = self._run(start, tokens, len(tokens))
+        return ReferenceDecode(
+            phase, start, tokens, logits[len(tokens) - num_outputs :].copy(), hidden, checkpoints
+        )
 
     def decode_one_by_one(self, phase: str, start: int, tokens: tuple[int, ...]) -> ReferenceDecode:
         """Compute rows one by one which the stages compute at once; all logits are compared.

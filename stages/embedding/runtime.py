@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, ModelDoesNotFit, ProtocolError, StageFailed
 from spanmesh_proto.row_ids import stray_id
 from stages.embedding.model_file import POOLINGS, BatchLimits
 from stages.embedding.vectors import normalised
+from stages.runtime.bindings import llama_cpp
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.llama import init_backend, last_complaint
 from stages.runtime.loaded_model import load_model

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow, StageFailed
+from stages.runtime.bindings import llama_cpp
 from stages.runtime.hidden_tap import HeadState
 from stages.runtime.llama import last_complaint
 from stages.runtime.stage_runtime import Batch

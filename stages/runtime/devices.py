@@ -21,10 +21,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
-import llama_cpp
-
 from spanmesh_proto.errors import ClusterError, InvalidModel
 from stages.layers import EXPERTS
+from stages.runtime.bindings import llama_cpp
 from stages.runtime.llama import ggml_base, init_backend, last_complaint, llama_library
 from stages.runtime.numerics import verdict_on
 

@@ -17,12 +17,11 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import llama_cpp
-import llama_cpp.llama_cpp
 import numpy as np
 import structlog
 
 from stages.compiled_extension import REMEDY, load_extension
+from stages.runtime.bindings import llama_cpp
 from stages.runtime.llama import ggml_base
 
 if TYPE_CHECKING:

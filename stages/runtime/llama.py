@@ -10,10 +10,10 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
 import structlog
 from llama_cpp import _ctypes_extensions
 
+from stages.runtime.bindings import llama_cpp
 from stages.runtime.llama_libraries import library_folder, load_best_kernels
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
-
 from spanmesh_proto.errors import InvalidModel
 from stages.layers import LayerRange
+from stages.runtime.bindings import llama_cpp
 from stages.runtime.devices import read_file_layers
 from stages.runtime.llama import last_complaint
 from stages.runtime.numerics import CELLS_AT_ONCE

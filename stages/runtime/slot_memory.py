@@ -16,10 +16,10 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow, StageFailed, UncuttableModel
+from stages.runtime.bindings import llama_cpp
 from stages.runtime.kv_state import KvRows, without_head
 from stages.runtime.llama import last_complaint
 from stages.runtime.row_positions import TOKENS_ONLY

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
@@ -171,11 +171,20 @@ class Span:
     checkpoints: tuple[int, ...] = ()
     """In models with recurrent layers: positions of the slot's checkpoints that are kept, and `start` if one
     is to be made before the first row. Empty to keep all and make none."""
+    embedded: NDArray[np.float32] | None = None
+    """float32 (rows, width of the embedding's input): rows that are no tokens as they entered the first
+    stage, for those behind it that use the embedding again."""
     may_be_padded: bool = False
     """Whether other rows may be computed with it, only because that is faster."""
 
     @classmethod
-    def of(cls, slot: int, window: wire.Window, hidden: NDArray[np.float32] | None = None) -> Span:
+    def of(
+        cls,
+        slot: int,
+        window: wire.Window,
+        hidden: NDArray[np.float32] | None = None,
+        embedded: NDArray[np.float32] | None = None,
+    ) -> Span:
         """Rows of a window; without hidden states if they are decoded later."""
         return cls(
             slot,
@@ -184,12 +193,26 @@ class Span:
             hidden,
             num_outputs=window.verify_rows,
             checkpoints=tuple(window.checkpoints),
+            embedded=embedded,
         )
 
     @property
     def is_rows(self) -> bool:
         """Whether its ids are those of rows that are no tokens."""
         return bool(self.tokens) and self.tokens[0] >= FIRST_ROW_ID
+
+    def behind(self, num_rows: int) -> Span:
+        """The rows behind its first ones."""
+        hidden, embedded = (
+            None if rows is None else rows[num_rows:] for rows in (self.hidden, self.embedded)
+        )
+        return replace(
+            self,
+            start=self.start + num_rows,
+            tokens=self.tokens[num_rows:],
+            hidden=hidden,
+            embedded=embedded,
+        )
 
     @property
     def is_costly(self) -> bool:
@@ -299,6 +322,11 @@ class SpanBatch:
         padded batch as well.
         """
         return self.run is not None and span.num_outputs == len(span.tokens)
+
+    @property
+    def num_rows(self) -> list[int]:
+        """Number of rows of each span, padding included."""
+        return [len(span.tokens) + padding for span, padding in zip(self.spans, self.paddings, strict=True)]
 
     @property
     def num_logits(self) -> list[int]:

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
 from spanmesh_proto.row_ids import stray_id
 from stages.graph_boundary import GraphBoundary
+from stages.runtime.bindings import llama_cpp
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.hidden_tap import FeatureTaps, LayerTap, StopTap, make_stop_tap
 from stages.runtime.kv_types import KV_TYPES
@@ -185,6 +185,8 @@ class StageRuntime:
         info: Facts of the stage.
         memory: Positions that its slots hold.
         input_width: Values of a row that goes in.
+        takes_rows: Whether rows that are no tokens go in, at the first stage or again.
+        hands_on_rows: Whether they do at a later stage.
         decode_cpu_us: Processor time inside llama.cpp so far.
     """
 
@@ -246,6 +248,8 @@ class StageRuntime:
         self.input_width: int = (
             llama_cpp.llama_model_n_embd_inp(self._model) if self.info.is_first else self.info.n_embd
         )
+        self.takes_rows = self.info.is_first or self._boundary.takes_rows
+        self.hands_on_rows = self._boundary.hands_on_rows
         self._batch = Batch(
             self._numerics.max_rows,
             self.info.n_embd if self._takes_embeddings else None,
@@ -302,9 +306,7 @@ class StageRuntime:
         # Other stages do not use token ids.
         looks_up = self.info.is_first or self.info.is_tail or self._boundary.takes_tokens
         if self._boundary.takes_tokens and span.is_rows:
-            raise InvalidWindow(
-                f"layers {self.info.layers} look up token ids again: rows that are no tokens do not pass them"
-            )
+            self._check_embedded(span)
         images = self.memory.images(span.slot) if span.is_rows else None
         if images is not None and images.has_parts and num_position_parts(self._model) == 1:
             raise InvalidWindow("an image has columns, but positions of this model have one part")
@@ -321,6 +323,19 @@ class StageRuntime:
         if span.hidden is None or span.hidden.shape != (rows, self.input_width):
             shape = None if span.hidden is None else span.hidden.shape
             raise InvalidWindow(f"hidden states have shape {shape}; expected {(rows, self.input_width)}")
+
+    def _check_embedded(self, span: Span) -> None:
+        if not self._boundary.takes_rows:
+            raise InvalidWindow(
+                f"layers {self.info.layers} look up token ids again: rows that are no tokens do not pass them"
+            )
+        shape = None if span.embedded is None else span.embedded.shape
+        wanted = (len(span.tokens), self._row_batch.width)
+        if shape != wanted:
+            raise InvalidWindow(
+                f"layers {self.info.layers} use the embedding again: rows that are no tokens came with shape "
+                f"{shape}, expected {wanted}"
+            )
 
     def tap_features(self, layers: Collection[int]) -> tuple[int, ...]:
         """Set the layers whose outputs are features; returns those that this stage gives, in order.
@@ -475,11 +490,10 @@ class StageRuntime:
                 "states enter"
             )
         if is_tapped:
-            counts = [len(span.tokens) + padding for span, padding in zip(spans, paddings, strict=True)]
-            self._feature_taps.keep([span.slot for span in spans], counts)
+            self._feature_taps.keep([span.slot for span in spans], batch.num_rows)
         for span, padding in zip(spans, paddings, strict=True):
             self.memory.computed(span.slot, span.start + len(span.tokens), is_padded=padding > 0)
-        return self._logits(batch) if self.info.is_tail else self._hidden_by_span(spans, paddings)
+        return self._logits(batch) if self.info.is_tail else self._hidden_by_span(batch)
 
     @contextmanager
     def _seeing_all(self) -> Iterator[None]:
@@ -515,6 +529,11 @@ class StageRuntime:
     @property
     def _takes_embeddings(self) -> bool:
         return not self.info.is_first and self._boundary.inlet is None
+
+    @property
+    def _gathers_outputs(self) -> bool:
+        """Whether only the rows that are marked as outputs have logits: at the tail of most families."""
+        return self.info.is_tail and not self._boundary.marks_all_rows
 
     def _make_tap(self) -> StopTap | LayerTap | None:
         if not self.info.is_tail:
@@ -642,7 +661,7 @@ class StageRuntime:
         looks_up = self.info.is_first or self._boundary.takes_tokens
         for span, padding in zip(batch.spans, batch.paddings, strict=True):
             rows = len(span.tokens)
-            first_output = rows - span.num_outputs if self.info.is_tail else 0
+            first_output = rows - span.num_outputs if self._gathers_outputs else 0
             if self._has_inlet:
                 first = filled.struct.n_tokens
                 self._incoming[first : first + rows] = span.hidden
@@ -651,14 +670,14 @@ class StageRuntime:
             tokens = span.tokens if looks_up else [0] * rows
             images = self.memory.images(span.slot)
             parts = images.parts(span.start, rows) if images is not None and self._brings_rows(span) else None
-            hidden = span.hidden
+            hidden = span.hidden if span.embedded is None else span.embedded
             if self._has_inlet and hidden is not None and hidden.shape[1] != filled.width:
                 # Several streams: what goes in at the inlet is no embedding.
                 hidden = None
             start = self.memory.first_position(span.slot, span.start)
             filled.add(span.slot, start, tokens, hidden, first_output, parts=parts)
             if padding:
-                no_output = padding if self.info.is_tail and not batch.pads_logits(span) else 0
+                no_output = padding if self._gathers_outputs and not batch.pads_logits(span) else 0
                 # Behind all rows, from where it is dropped.
                 start = self.memory.first_position(span.slot, span.start + rows)
                 filled.add(span.slot, start, [0] * padding, None, no_output)
@@ -676,9 +695,8 @@ class StageRuntime:
     def _hidden(self) -> NDArray[np.float32] | None:
         return None if self._tap is None else self._tap.take(len(self.info.layers) - 1)
 
-    def _hidden_by_span(self, spans: Sequence[Span], paddings: Sequence[int]) -> list[NDArray[np.float32]]:
-        hidden = self._hidden()
-        counts = [len(span.tokens) + padding for span, padding in zip(spans, paddings, strict=True)]
+    def _hidden_by_span(self, batch: SpanBatch) -> list[NDArray[np.float32]]:
+        hidden, counts = self._hidden(), batch.num_rows
         num_rows = sum(counts)
         if hidden is None or len(hidden) < num_rows:
             raise UncuttableModel(
@@ -686,18 +704,24 @@ class StageRuntime:
                 f"{self.info.layers.stop - 1}"
             )
         parts = _split(hidden, counts)
-        return [part[: len(span.tokens)] for part, span in zip(parts, spans, strict=True)]
+        return [part[: len(span.tokens)] for part, span in zip(parts, batch.spans, strict=True)]
 
     def _logits(self, batch: SpanBatch) -> list[NDArray[np.float32]]:
-        spans, counts = batch.spans, batch.num_logits
-        num_outputs = sum(counts)
-        if num_outputs == 0:
+        spans = batch.spans
+        counts = batch.num_logits if self._gathers_outputs else batch.num_rows
+        if not any(span.num_outputs for span in spans):
             return [np.empty((0, self.info.n_vocab), np.float32) for _ in spans]
         pointer = llama_cpp.llama_get_logits(self._context)
-        logits = np.ctypeslib.as_array(pointer, shape=(num_outputs, self.info.n_vocab))
-        # A copy: llama.cpp writes the next decode's logits to the same memory.
-        parts = _split(logits.copy(), counts)
-        return [part[: span.num_outputs] for part, span in zip(parts, spans, strict=True)]
+        logits = np.ctypeslib.as_array(pointer, shape=(sum(counts), self.info.n_vocab))
+        # llama.cpp writes the next decode's logits to the same memory.
+        logits = logits.copy()
+        logits[:, self._boundary.barred_from : self._boundary.barred_to] = np.finfo(np.float32).min
+        parts = _split(logits, counts)
+        firsts = [0 if self._gathers_outputs else len(span.tokens) - span.num_outputs for span in spans]
+        return [
+            part[first : first + span.num_outputs]
+            for part, first, span in zip(parts, firsts, spans, strict=True)
+        ]
 
 
 def _pointer(array: NDArray[Any], kind: Any) -> Any:

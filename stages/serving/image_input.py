@@ -1,4 +1,4 @@
-"""Rows of images at the first stage, in place of token ids: the plug."""
+"""Rows of images in place of token ids, at the first stage and at those that embed again: the plug."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ImageInput(StagePlug):
-    """Rows that windows bring from the coordinator.
+    """Rows that windows bring from the coordinator; they go on where a later stage uses them.
 
     Args:
         runtime: The loaded stage.
@@ -28,7 +28,7 @@ class ImageInput(StagePlug):
         self._runtime = runtime
 
     def input_of(self, window: wire.Window) -> NDArray[np.float32] | None:
-        """The rows of a window, float32 (rows, width of the embedding's input), which does not keep them.
+        """The rows of a window, float32 (rows, width of the embedding's input); None if this stage uses none.
 
         Raises:
             InvalidWindow: If their number or size is wrong, or a value is not finite.
@@ -36,8 +36,11 @@ class ImageInput(StagePlug):
         if not window.rows:
             return None
         values, num_rows = window.rows, len(window.tokens)
-        # The next stage gets hidden states instead.
-        window.ClearField("rows")
+        if not self._runtime.hands_on_rows:
+            # The next stage gets hidden states instead.
+            window.ClearField("rows")
+        if not self._runtime.takes_rows:
+            return None
         width = self._runtime.input_width
         if len(values) != 4 * num_rows * width:
             raise InvalidWindow(

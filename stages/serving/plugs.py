@@ -121,10 +121,14 @@ class StagePlug:
         """End, with the stage."""
 
     def input_of(self, window: wire.Window) -> NDArray[np.float32] | None:
-        """Rows that enter the first stage in place of a window's ids, float32 (rows, n_embd); None for none.
+        """Rows that enter a stage in place of a window's ids; None for none.
 
-        Asked of windows that bring rows, or whose ids are no tokens', see `spanmesh_proto.row_ids`. They are
-        computed apart from other windows. Ids without rows fail their session alone.
+        They enter the first stage, and later ones that use the embedding again. Asked of windows that bring
+        rows, or whose ids are no tokens', see `spanmesh_proto.row_ids`. They are computed apart from other
+        windows. Ids without rows fail their session alone.
+
+        Returns:
+            float32 (rows, width of the embedding's input).
 
         Raises:
             MeshError: If the window is invalid.

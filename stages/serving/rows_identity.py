@@ -12,13 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import llama_cpp
-
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import InvalidModel
 from stages.cancellable_work import in_own_thread
 from stages.files import Region
 from stages.gguf import part_paths
+from stages.runtime.bindings import llama_cpp
 from stages.runtime.llama import init_backend
 from stages.runtime.llama_libraries import library_folder
 from stages.serving.block_store import BlockStore

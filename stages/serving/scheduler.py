@@ -85,11 +85,7 @@ class QueuedWindow:
     @property
     def to_compute(self) -> Span:
         """The rows that are not held."""
-        span, num_held = self.span, self.num_held
-        if not num_held:
-            return span
-        hidden = None if span.hidden is None else span.hidden[num_held:]
-        return replace(span, start=span.start + num_held, tokens=span.tokens[num_held:], hidden=hidden)
+        return self.span.behind(self.num_held) if self.num_held else self.span
 
     def decoded(self) -> QueuedWindow:
         """The same, with its hidden states in the span."""

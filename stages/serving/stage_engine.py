@@ -185,7 +185,7 @@ class StageEngine:
                 queued.append(
                     QueuedWindow(
                         message=window,
-                        span=Span.of(session.slot, window, rows),
+                        span=self._span_of(session.slot, window, rows),
                         hidden=hidden,
                         first_row=first_row,
                         verifier=session.verifier,
@@ -207,14 +207,18 @@ class StageEngine:
         if not (self._computes_in_loop and len(queued) == 1 and self._worker.compute_in_loop(queued[0])):
             self._scheduler.put(*queued)
 
+    def _span_of(self, slot: int, window: wire.Window, rows: NDArray[np.float32] | None) -> Span:
+        """Rows of a window, with those that a plug gives in place of ids."""
+        if self._info.is_first:
+            return Span.of(slot, window, rows)
+        return Span.of(slot, window, embedded=rows)
+
     def _input_of(self, window: wire.Window) -> NDArray[np.float32] | None:
-        """Rows that a plug gives the first stage; None for none, and for those of the stage before.
+        """Rows that a plug gives in place of ids; None for none.
 
         Raises:
             MeshError: If a plug refuses the window.
         """
-        if not self._info.is_first:
-            return None
         found = (plug.input_of(window) for plug in self._plugs)
         return next((rows for rows in found if rows is not None), None)
 

@@ -13,12 +13,12 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import ClusterError, InvalidModel, InvalidRequest, StageFailed
 from spanmesh_proto.image_chunk import ImageChunk
 from stages.gguf import part_paths
+from stages.runtime.bindings import llama_cpp
 from stages.runtime.devices import GpuPlacing, device_pointers, layer_devices
 from stages.runtime.llama import init_backend, last_complaint, route_log
 from stages.runtime.llama_libraries import has_tiled_products, loaded_kernels, tiled_products

@@ -3,10 +3,11 @@
     python -m tests.qualification.tiny_models models/d1
     python -m tests.qualification.tiny_models models/d2 --depth 2
     python -m tests.qualification.families models/d1 models/d2 --output record.json
+    python -m tests.qualification.families --images --output record.json
 
 One record a model: its family, the rules it needed, where it may be cut, and whether that is bit-equal; or
-why it is refused; and how its sessions go back. Exits with 1 if a cut that is allowed is not equal to the
-last bit.
+why it is refused; and how its sessions go back. With `--images` one record of each family that reads
+pictures. Exits with 1 if a cut that is allowed is not equal to the last bit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -30,9 +32,19 @@ from meshbench.lab.llama_cpp_build import unpacked_source
 from spanmesh_proto.errors import MeshError
 from stages.certification.certify import CertifyOptions, certify, certify_isolated
 from stages.gguf import read_header
+from stages.isolated import ProcessEnded, call
 from stages.slicing.source_model import read_source
 from tests.qualification.architectures import WITHOUT_MODEL, listed_architectures
-from tests.qualification.families_table import FamilyRecord, GoesBack, Outcome, counts, to_json
+from tests.qualification.families_table import (
+    FamilyRecord,
+    GoesBack,
+    Outcome,
+    PictureRecord,
+    counts,
+    to_json,
+)
+from tests.qualification.picture_certification import examine_pictures, examine_refused
+from tests.qualification.picture_families import PICTURE_FAMILIES, REFUSED_FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -146,23 +158,72 @@ def _with_checkpoints(record: FamilyRecord, report: EquivalenceReport) -> Family
     )
 
 
+def examine_all_pictures(names: Sequence[str], progress: Callable[[float], None]) -> list[PictureRecord]:
+    """Certify families that read pictures, each and in each numeric mode in a process of its own.
+
+    Args:
+        names: Of `PICTURE_FAMILIES` and `REFUSED_FAMILIES`.
+        progress: Called with the share that is done.
+    """
+    records = []
+    for done, name in enumerate(names, 1):
+        modes = (True, False) if name in PICTURE_FAMILIES else (True,)
+        found = [_in_process(name, exact=exact) for exact in modes]
+        records.append(next((each for each in found if each.outcome is Outcome.WRONG), found[0]))
+        progress(done / len(names))
+    return records
+
+
+def _in_process(name: str, *, exact: bool) -> PictureRecord:
+    try:
+        record: PictureRecord = call(_examine_pictures, name, exact)
+    except ProcessEnded as end:
+        return PictureRecord(name, Outcome.WRONG, f"llama.cpp ended the process, exact={exact}: {end}")
+    return record
+
+
+def _examine_pictures(name: str, exact: bool, _report: object) -> PictureRecord:  # noqa: FBT001 - of a process
+    _quiet()
+    with tempfile.TemporaryDirectory(prefix="spanmesh-pictures-") as folder:
+        if name in PICTURE_FAMILIES:
+            return examine_pictures(name, PICTURE_FAMILIES[name], Path(folder), exact=exact)
+        return examine_refused(name, REFUSED_FAMILIES[name], Path(folder))
+
+
 @click.command()
-@click.argument(
-    "folders", type=click.Path(exists=True, file_okay=False, path_type=Path), nargs=-1, required=True
-)
+@click.argument("folders", type=click.Path(exists=True, file_okay=False, path_type=Path), nargs=-1)
+@click.option("--images", "has_images", is_flag=True, help="Certify the families that read pictures.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write the record there, as JSON.")
 @click.option("--only", default="", help="Only models whose names contain this.")
-def main(folders: tuple[Path, ...], output: Path | None, only: str) -> None:
+def main(folders: tuple[Path, ...], output: Path | None, only: str, *, has_images: bool) -> None:
     """Certify every GGUF file in FOLDERS at every cut that its family's rules allow.
 
     The record has llama.cpp's list of architectures as well, from the source that `SPANMESH_LLAMA_CPP` names
-    or that the lab has unpacked.
+    or that the lab has unpacked. What is not certified by this call stays in it as it was.
     """
     set_up_logs()
+    if not folders and not has_images:
+        raise click.UsageError("name folders of models, or --images")
     source = unpacked_source()
-    if output is not None and source is None:
+    if folders and output is not None and source is None:
         raise click.UsageError("there is no source of llama.cpp: name its folder in SPANMESH_LLAMA_CPP")
-    listed = () if source is None else listed_architectures(source)
+    recorded = _certify_folders(folders, only)
+    pictures = _certify_pictures(only) if has_images else []
+    if output is not None:
+        is_there = output.exists()
+        document: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if is_there else {}
+        if folders:
+            document |= _document(recorded, () if source is None else listed_architectures(source))
+        if has_images:
+            document["pictures"] = [to_json(record) for record in pictures]
+        output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    outcomes = {each.outcome for each in pictures}
+    outcomes.update(each.outcome for records in recorded.values() for each in records)
+    if Outcome.WRONG in outcomes:
+        click.get_current_context().exit(1)
+
+
+def _certify_folders(folders: Sequence[Path], only: str) -> dict[str, list[FamilyRecord]]:
     recorded: dict[str, list[FamilyRecord]] = {}
     models = [
         (folder, model) for folder in folders for model in sorted(folder.glob("*.gguf")) if only in model.name
@@ -181,10 +242,21 @@ def main(folders: tuple[Path, ...], output: Path | None, only: str) -> None:
             bar(done / len(models))
     for name, records in recorded.items():
         click.echo(f"{name}: {counts(records)}")
-    if output is not None:
-        output.write_text(json.dumps(_document(recorded, listed), indent=1) + "\n", encoding="utf-8")
-    if any(record.outcome is Outcome.WRONG for records in recorded.values() for record in records):
-        click.get_current_context().exit(1)
+    return recorded
+
+
+def _certify_pictures(only: str) -> list[PictureRecord]:
+    names = [name for name in (*PICTURE_FAMILIES, *REFUSED_FAMILIES) if only in name]
+    with progress_bars() as bars:
+        records = examine_all_pictures(names, bars.add(f"certifying {len(names)} families with pictures"))
+    for record in records:
+        cuts = f"{len(record.allowed_cuts)} of {record.n_layers - 1} cuts"
+        shown = cuts if record.outcome is Outcome.BIT_EQUAL else record.reason
+        click.echo(
+            f"{record.family:40} {record.architecture:14} {record.projector:18} {record.outcome}: {shown}"
+        )
+    click.echo(f"pictures: {counts(records)}")
+    return records
 
 
 def _document(recorded: dict[str, list[FamilyRecord]], listed: Sequence[str]) -> dict[str, Any]:

@@ -45,11 +45,28 @@ those that can be written with one.
 **goes back**: how a session returns to before a rejected token. *position*: its rows are dropped.
 *checkpoints*: a recurrent state has no rows, so stages copy it now and then, and go on from a copy. *no*:
 not in exact mode, where nothing is proposed then.{refusals}
+
+**pictures**: families of this architecture that read them, see below.
 {wrong}
 Rules are in [stages/slicing/architectures/cutting_rules.py](stages/slicing/architectures/cutting_rules.py),
 each with its reason. A family that is not in the table of rules is cut by the generic ones, and only after a
 self-check at the very cut.
 """
+_PICTURES: Final = """
+## Pictures
+
+A tiny random model and a tiny random projector of each family, with a prompt of two pictures and six tokens
+behind it: logits of libmtmd's own evaluation of the whole model against those of stages, cut at every place
+that the rules allow, alone and at both outermost ones together, in exact and in fast mode, bit for bit.
+**rows**: those of the chunks of both pictures. What is refused is refused by the header of the projector, or
+by the rules of cuts. Written by
+
+```sh
+python -m tests.qualification.families --images --output tests/qualification/families_record.json
+```
+
+| family | architecture | projector | rows | stages | why not |
+|---|---|---|---|---|---|"""
 _WRONG: Final = """
 **wrong**: found not to be exact, or to abort, by the rules of that run. Such families have no rules any more.
 """
@@ -120,7 +137,37 @@ class FamilyRecord:
         return dataclasses.replace(self, outcome=Outcome.WRONG, reason=reason)
 
 
-def to_json(record: FamilyRecord) -> dict[str, Any]:
+@dataclass(frozen=True)
+class PictureRecord:
+    """One family that reads pictures, in both numeric modes."""
+
+    family: str
+    """Its name."""
+    outcome: Outcome
+    """As of a model without pictures."""
+    reason: str = ""
+    """Why, unless it is bit-equal."""
+    architecture: str = ""
+    """Of its text model."""
+    projector: str = ""
+    """llama.cpp's name of its projector."""
+    n_layers: int = 0
+    """Layers of the text model."""
+    allowed_cuts: tuple[int, ...] = ()
+    """Where it may be cut."""
+    num_rows: tuple[int, ...] = ()
+    """Rows of the chunks of the two pictures, in order."""
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> PictureRecord:
+        """From a file."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
+        }
+        return cls(**values | {"outcome": Outcome(saved["outcome"])})
+
+
+def to_json(record: FamilyRecord | PictureRecord) -> dict[str, Any]:
     """For a file."""
     return dataclasses.asdict(record)
 
@@ -138,7 +185,7 @@ def from_json(saved: Mapping[str, Any]) -> FamilyRecord:
     return FamilyRecord(**values)
 
 
-def counts(records: Iterable[FamilyRecord]) -> str:
+def counts(records: Iterable[FamilyRecord | PictureRecord]) -> str:
     """One line for a person."""
     found = Counter(record.outcome for record in records)
     return f"{found.total()} models, " + ", ".join(f"{found[outcome]} {outcome}" for outcome in Outcome)
@@ -153,6 +200,9 @@ def markdown(document: Mapping[str, Any]) -> str:
     runs = {name: [from_json(saved) for saved in run] for name, run in document["runs"].items()}
     lines = [_HEAD + f"llama-cpp-python {document['llama_cpp_python']}.", ""]
     lines += [f"- {name}: {counts(records)}" for name, records in runs.items()]
+    pictures = [PictureRecord.of(saved) for saved in document.get("pictures", ())]
+    if pictures:
+        lines.append(f"- pictures: {counts(pictures)}")
     names = list(runs)
     without = document["without_model"]
     lines.append(
@@ -161,19 +211,34 @@ def markdown(document: Mapping[str, Any]) -> str:
     )
     lines += [
         "",
-        f"| model | {' | '.join(names)} | rules | goes back | why not |",
-        "|---" * (len(names) + 4) + "|",
+        f"| model | {' | '.join(names)} | rules | goes back | pictures | why not |",
+        "|---" * (len(names) + 5) + "|",
     ]
     rows = {
-        model: _row(model, [_find(runs[name], model) for name in names])
+        model: _row(model, [_find(runs[name], model) for name in names], pictures)
         for model in {record.model for records in runs.values() for record in records}
     }
     for architecture, reason in without.items():
-        rows[architecture] = f"| {architecture} | {'no model | ' * len(names)} |  | {reason} |"
+        rows[architecture] = f"| {architecture} | {'no model | ' * len(names)} |  |  | {reason} |"
     lines += [rows[name] for name in sorted(rows)]
     is_any_wrong = any(record.outcome is Outcome.WRONG for records in runs.values() for record in records)
     tail = _TAIL.format(wrong=_WRONG if is_any_wrong else "", refusals=_refusals(runs.values()))
-    return "\n".join(lines) + "\n" + tail
+    return "\n".join(lines) + "\n" + tail + (_picture_table(pictures) if pictures else "")
+
+
+def _picture_table(records: Sequence[PictureRecord]) -> str:
+    rows = [
+        f"| {record.family} | {record.architecture} | {record.projector} | {_rows_of(record)} "
+        f"| {_cell(record)} | {record.reason} |"
+        for record in records
+    ]
+    return "\n".join([_PICTURES, *rows]) + "\n"
+
+
+def _rows_of(record: PictureRecord) -> str:
+    """Rows of the chunks, in one word if all have as many."""
+    alike, count = set(record.num_rows), len(record.num_rows)
+    return f"{count} × {record.num_rows[0]}" if len(alike) == 1 else ", ".join(map(str, record.num_rows))
 
 
 def _refusals(runs: Iterable[Sequence[FamilyRecord]]) -> str:
@@ -188,7 +253,7 @@ def _find(records: Sequence[FamilyRecord], model: str) -> FamilyRecord | None:
     return next((record for record in records if record.model == model), None)
 
 
-def _row(model: str, found: Sequence[FamilyRecord | None]) -> str:
+def _row(model: str, found: Sequence[FamilyRecord | None], pictures: Sequence[PictureRecord]) -> str:
     present = [record for record in found if record is not None]
     cells = ["" if record is None else _cell(record) for record in found]
     rules = dict.fromkeys(rule for record in present for rule in record.rules)
@@ -196,10 +261,19 @@ def _row(model: str, found: Sequence[FamilyRecord | None]) -> str:
     ways = {record.goes_back for record in present}
     goes_back = next((way for way in reversed(GoesBack) if way in ways), "")
     shown = model.removesuffix(".gguf")
-    return f"| {shown} | {' | '.join(cells)} | {', '.join(rules)} | {goes_back} | {'; '.join(reasons)} |"
+    architectures = {record.architecture for record in present}
+    read = ", ".join(
+        each.family
+        for each in pictures
+        if each.architecture in architectures and each.outcome is Outcome.BIT_EQUAL
+    )
+    return (
+        f"| {shown} | {' | '.join(cells)} | {', '.join(rules)} | {goes_back} | {read} "
+        f"| {'; '.join(reasons)} |"
+    )
 
 
-def _cell(record: FamilyRecord) -> str:
+def _cell(record: FamilyRecord | PictureRecord) -> str:
     if record.outcome is not Outcome.BIT_EQUAL:
         return str(record.outcome)
     return f"{len(record.allowed_cuts)} of {record.n_layers - 1} cuts"

@@ -143,11 +143,11 @@ def gemma4_moe(depth: int) -> TinyFamily:
     return _with(dense_one, layer=layer, metadata=_EXPERTS)
 
 
-def gemma4_e(depth: int) -> TinyFamily:
+def gemma4_e(depth: int, n_embd: int = N_EMBD) -> TinyFamily:
     """As E2B and E4B: the last layers share the KV caches of the two before them and are wider inside, and
     each layer takes an embedding of its own."""
     own = (True, True, False) * depth + (True, False)
-    shape = Gemma4Shape(own + (True, False) * depth)
+    shape = Gemma4Shape(own + (True, False) * depth, n_embd=n_embd)
     width, n_layers = _LORA, len(shape.windows)
     inner = [_N_FF if number < len(own) else 2 * _N_FF for number in range(n_layers)]
 
@@ -157,9 +157,9 @@ def gemma4_e(depth: int) -> TinyFamily:
             _gemma4_common(noise, shape, inner[number])
             | _gemma4_attention(noise, shape, number, has_own_kv=is_own, has_values=is_own)
             | {
-                "inp_gate.weight": noise.matrix(width, N_EMBD),
-                "proj.weight": noise.matrix(N_EMBD, width),
-                "post_norm.weight": noise.vector(N_EMBD),
+                "inp_gate.weight": noise.matrix(width, n_embd),
+                "proj.weight": noise.matrix(n_embd, width),
+                "post_norm.weight": noise.vector(n_embd),
             }
         )
 
@@ -167,7 +167,7 @@ def gemma4_e(depth: int) -> TinyFamily:
         return {
             "rope_freqs.weight": noise.vector(shape.broad // 2),
             "per_layer_token_embd.weight": noise.matrix(N_VOCAB, width * n_layers),
-            "per_layer_model_proj.weight": noise.matrix(width * n_layers, N_EMBD),
+            "per_layer_model_proj.weight": noise.matrix(width * n_layers, n_embd),
             "per_layer_proj_norm.weight": noise.vector(width),
         }
 

@@ -53,9 +53,9 @@ def test_the_least_way_of_a_model_s_depths_is_shown() -> None:
     }
     listed = {"architectures": ["a", "b"], "without_model": {"b": "makes sound"}}
     table = markdown({"llama_cpp_python": "1", "runs": runs, **listed})
-    assert "| a | 0 of -1 cuts | 0 of -1 cuts |  | no |  |" in table
+    assert "| a | 0 of -1 cuts | 0 of -1 cuts |  | no |  |  |" in table
     assert "\na: rows differ.\n" in table
-    assert "\n| b | no model | no model |  |  | makes sound |\n" in table
+    assert "\n| b | no model | no model |  |  |  | makes sound |\n" in table
     assert "\n- llama.cpp's list: 2 architectures, 1 with a model here, 1 without one\n" in table
 
 

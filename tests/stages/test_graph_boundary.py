@@ -12,6 +12,9 @@ from stages.graph_boundary import GraphBoundary
         (GraphBoundary(64, inlet="embd"), 1),
         (GraphBoundary(256, outlet="l_last", inlet="hc_init", takes_tokens=True), 4),
         (GraphBoundary(64, inlet="l_out-1", blanks_before=2, blanks_after=1), 3),
+        (GraphBoundary(64, takes_tokens=True, takes_rows=True, hands_on_rows=True), 3),
+        (GraphBoundary(64, marks_all_rows=True), 1),
+        (GraphBoundary(64, barred_from=4, barred_to=8196), 2),
     ],
 )
 def test_a_file_says_what_is_unusual_and_nothing_else(handover: GraphBoundary, num_keys: int) -> None:

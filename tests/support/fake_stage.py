@@ -200,6 +200,7 @@ class FakeRuntime:
     max_rows = 16
     most_rows = 48
     input_width = 1
+    hands_on_rows = False
     computes_runs = False
 
     def __init__(
@@ -221,6 +222,7 @@ class FakeRuntime:
             n_ctx_train=ctx_size,
             num_bytes=0,
         )
+        self.takes_rows = index == 0
         self.decode_cpu_us = 0
         self.num_slots = num_slots
         self.num_threads = 1

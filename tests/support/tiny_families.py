@@ -91,6 +91,23 @@ def state_space(noise: Noise) -> Tensors:
     }
 
 
+def delta_net(noise: Noise, steps: tuple[str, ...]) -> Tensors:
+    """A gated delta net; `steps` names the matrices, alike in size, that give two steps of each head."""
+    keys, values = N_STATE, HEADS * N_STATE
+    step = (2 * HEADS // len(steps), N_EMBD)
+    return {
+        "attn_norm.weight": noise.vector(N_EMBD),
+        "attn_qkv.weight": noise.matrix(2 * keys + values, N_EMBD),
+        "attn_gate.weight": noise.matrix(values, N_EMBD),
+        "ssm_conv1d.weight": noise.matrix(2 * keys + values, 4),
+        "ssm_dt.bias": noise.vector(HEADS, 0.0),
+        "ssm_a": -np.abs(noise.vector(HEADS)),
+        **{f"ssm_{name}.weight": noise.matrix(*step) for name in steps},
+        "ssm_norm.weight": noise.vector(N_STATE),
+        "ssm_out.weight": noise.matrix(N_EMBD, values),
+    }
+
+
 def _qwen3moe(noise: Noise, _layer: int) -> Tensors:
     norm = {"ffn_norm.weight": noise.vector(N_EMBD)}
     return attention(noise) | head_norms(noise) | norm | experts(noise)
@@ -222,18 +239,7 @@ def _qwen3next(noise: Noise, layer: int, head: int = HEAD) -> Tensors:
         # Half of the queries is a gate.
         gated = {"attn_q.weight": noise.matrix(2 * HEADS * head, N_EMBD)}
         return tensors | attention(noise, head) | head_norms(noise, head) | gated
-    keys, values = N_STATE, HEADS * N_STATE
-    return tensors | {
-        "attn_norm.weight": noise.vector(N_EMBD),
-        "attn_qkv.weight": noise.matrix(2 * keys + values, N_EMBD),
-        "attn_gate.weight": noise.matrix(values, N_EMBD),
-        "ssm_conv1d.weight": noise.matrix(2 * keys + values, 4),
-        "ssm_dt.bias": noise.vector(HEADS, 0.0),
-        "ssm_a": -np.abs(noise.vector(HEADS)),
-        "ssm_ba.weight": noise.matrix(2 * HEADS, N_EMBD),
-        "ssm_norm.weight": noise.vector(N_STATE),
-        "ssm_out.weight": noise.matrix(N_EMBD, values),
-    }
+    return tensors | delta_net(noise, ("ba",))
 
 
 # Mamba, FFN, attention: each layer is one of them, and in no order that repeats.
@@ -331,6 +337,10 @@ class TinyFamily:
     """Tokens; those beyond the usual ones are controls."""
     n_embd: int = N_EMBD
     """Width."""
+    controls: tuple[str, ...] = ()
+    """Further control tokens of the usual vocabulary."""
+    final_norm: str = "output_norm"
+    """Name of the norm before the head."""
     vocabulary: Path | None = None
     """A model with as many tokens, whose vocabulary and chat template take the place of the usual ones."""
 
@@ -364,7 +374,7 @@ class TinyFamily:
         for key, value in self.general.items():
             _add(writer, key, value)
         if self.vocabulary is None:
-            add_vocabulary(writer, n_vocab=self.n_vocab)
+            add_vocabulary(writer, self.controls, n_vocab=self.n_vocab)
         else:
             copy_vocabulary(writer, self.vocabulary)
         write_weights(
@@ -383,7 +393,7 @@ class TinyFamily:
         noise = Noise(seed=1)
         weights = {
             "token_embd.weight": noise.matrix(self.n_vocab, self.n_embd),
-            "output_norm.weight": noise.vector(self.n_embd),
+            f"{self.final_norm}.weight": noise.vector(self.n_embd),
         }
         if self.has_head:
             weights["output.weight"] = noise.matrix(self.n_vocab, self.n_embd)

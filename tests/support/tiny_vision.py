@@ -6,7 +6,7 @@ import asyncio
 import ctypes
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import llama_cpp
 import numpy as np
@@ -24,10 +24,12 @@ from tests.support.tiny_families import (
     N_FF,
     N_STATE,
     TINY_FAMILIES,
+    Metadata,
     Noise,
     Tensors,
     TinyFamily,
     attention,
+    delta_net,
     dense,
     head_norms,
 )
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_SECTIONS = {"rope.dimension_sections": [3, 3, 2, 0]}
+MROPE_SECTIONS: Final[Metadata] = {"rope.dimension_sections": [3, 3, 2, 0]}
+"""Parts of positions."""
 
 
 def _qwen35(noise: Noise, layer: int) -> Tensors:
@@ -48,19 +51,7 @@ def _qwen35(noise: Noise, layer: int) -> Tensors:
     if (layer + 1) % 3 == 0:
         gated = {"attn_q.weight": noise.matrix(2 * HEADS * HEAD, N_EMBD)}
         return tensors | attention(noise) | head_norms(noise) | gated
-    keys, values = N_STATE, HEADS * N_STATE
-    return tensors | {
-        "attn_norm.weight": noise.vector(N_EMBD),
-        "attn_qkv.weight": noise.matrix(2 * keys + values, N_EMBD),
-        "attn_gate.weight": noise.matrix(values, N_EMBD),
-        "ssm_conv1d.weight": noise.matrix(2 * keys + values, 4),
-        "ssm_dt.bias": noise.vector(HEADS, 0.0),
-        "ssm_a": -np.abs(noise.vector(HEADS)),
-        "ssm_beta.weight": noise.matrix(HEADS, N_EMBD),
-        "ssm_alpha.weight": noise.matrix(HEADS, N_EMBD),
-        "ssm_norm.weight": noise.vector(N_STATE),
-        "ssm_out.weight": noise.matrix(N_EMBD, values),
-    }
+    return tensors | delta_net(noise, ("beta", "alpha"))
 
 
 def _cogvlm(noise: Noise, _layer: int) -> Tensors:
@@ -94,7 +85,7 @@ OWN_FAMILIES = {
         "qwen35",
         6,
         _qwen35,
-        _ATTENTION | _SECTIONS | _LINEAR,
+        _ATTENTION | MROPE_SECTIONS | _LINEAR,
         (1, 2, 3, 4, 5),
     ),
     "cogvlm": TinyFamily(
@@ -104,7 +95,7 @@ OWN_FAMILIES = {
         _ATTENTION | {"attention.head_count_kv": HEADS},
         (1, 2),
     ),
-    "glm4v": replace(_GLM, metadata=_GLM.metadata | _SECTIONS),
+    "glm4v": replace(_GLM, metadata=_GLM.metadata | MROPE_SECTIONS),
 }
 MROPE = {"qwen3vl", "qwen35", "glm4v"}
 SEE_ALL = {"gemma3", "gemma4"}

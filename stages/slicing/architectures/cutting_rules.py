@@ -194,7 +194,11 @@ _TABLE: Final = (
     Family(
         "gemma4",
         (windows(has_factors_elsewhere=True), SHARED_KV, embedding_again(_has_per_layer_embedding)),
-        Entry(takes_tokens=lambda header, _layers: _has_per_layer_embedding(header), needs_embedding=True),
+        Entry(
+            takes_tokens=lambda header, _layers: _has_per_layer_embedding(header),
+            needs_embedding=True,
+            takes_rows=True,
+        ),
         per_layer_parts={"per_layer_token_embd.weight": 0, "per_layer_model_proj.weight": 1},
     ),
     Family("olmo2", (windows(4),)),
@@ -229,8 +233,9 @@ _TABLE: Final = (
     Family(
         "mpt", (), Entry(inlet=lambda header: "inpL" if "position_embd.weight" in header.tensors else None)
     ),
-    Family("cogvlm", (), _AT_EMBEDDING),
-    Family("chameleon", head_rows_are_fixed=True),
+    Family("cogvlm", (), _enters_at(_EMBEDDING, marks_all_rows=True)),
+    # Tokens of pictures, hard-coded.
+    Family("chameleon", (), Entry(barred_tokens=range(4, 8196)), head_rows_are_fixed=True),
     Family("muse-glimmer", (windows(4, are_always_on=True),), _enters_at("embd_norm")),
     # Positions have four parts, which only token ids make of one.
     Family("qwen2vl", (), _AT_EMBEDDING),

@@ -51,6 +51,12 @@ class Entry:
     """Whether layers of a stage use token ids."""
     needs_embedding: bool = False
     """Whether it needs their embeddings, too."""
+    takes_rows: bool = False
+    """Whether rows that are no tokens, as they entered the first stage, go in there in place of token ids."""
+    barred_tokens: range = range(0)
+    """Tokens that llama.cpp bars from being sampled, in the first row of a batch only."""
+    marks_all_rows: bool = False
+    """Whether its head does not gather the rows that are marked as outputs."""
 
     def rules(self, header: GgufHeader) -> tuple[Rule, ...]:
         """Its peculiarities, for display."""
@@ -59,6 +65,8 @@ class Entry:
             (inlet is not None, f"enters at {inlet}", "hidden states replace this tensor"),
             (self.outlet != DEFAULT_OUTLET, f"leaves at {self.outlet}", "this tensor is a layer's output"),
             (streams > 1, f"{streams} streams", "one row of hidden states has this many widths of the model"),
+            (bool(self.barred_tokens), "barred tokens", "llama.cpp bars them in the first row only"),
+            (self.marks_all_rows, "all rows are outputs", "the head does not gather marked rows"),
         )
         return tuple(Rule(name, reason) for is_unusual, name, reason in unusual if is_unusual)
 
@@ -73,12 +81,19 @@ class Entry:
         is_first = layers.start == 0
         after_blanks = f"{self.outlet}-{blanks.before - 1 + self.outlet_shift}"
         inlet = after_blanks if blanks.before else self.inlet(header)
+        n_layers = header.integer(f"{header.architecture}.block_count")
+        uses_tokens = self.takes_tokens(header, layers)
         return GraphBoundary(
             row_width=header.integer(f"{header.architecture}.embedding_length") * self.streams(header),
             outlet=self.outlet,
             outlet_shift=self.outlet_shift,
             inlet=None if is_first else inlet,
-            takes_tokens=not is_first and self.takes_tokens(header, layers),
+            takes_tokens=not is_first and uses_tokens,
+            takes_rows=not is_first and uses_tokens and self.takes_rows,
+            hands_on_rows=layers.stop < n_layers and uses_tokens and self.takes_rows,
+            marks_all_rows=self.marks_all_rows,
+            barred_from=self.barred_tokens.start,
+            barred_to=self.barred_tokens.stop,
             blanks_before=blanks.before,
             blanks_after=blanks.after,
         )

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.coordinator.prefix_cache import PrefixCache, PrefixMatch
+from spanmesh_proto.image_chunk import ImageChunk
 
 LONG = tuple(range(100, 140))
 
@@ -36,6 +37,16 @@ def test_what_is_forgotten_of_a_client_is_kept_of_others() -> None:
     assert prefix_cache.match((*LONG, 1), "ann", {0, 3}).num_cached == 0
     assert prefix_cache.match((*LONG, 1), "bob", {1}).num_cached == 40
     assert prefix_cache.match((*LONG, 1), None, {2}).num_cached == 40
+
+
+def test_no_session_begins_within_a_chunk_but_between_two() -> None:
+    """Of images side by side, those before the first that differs are kept."""
+    chunks = (ImageChunk(10, 12), ImageChunk(22, 10))
+    for num_common, num_cached in ((12, 10), (22, 22), (25, 22), (32, 32), (35, 35)):
+        prefix_cache = PrefixCache(1)
+        prefix_cache.keep(0, None, LONG)
+        prompt = (*LONG[:num_common], 1, 2)
+        assert prefix_cache.match(prompt, None, {0}, chunks=chunks).num_cached == num_cached
 
 
 def test_a_few_tokens_are_not_worth_it() -> None:

@@ -10,10 +10,10 @@ import tempfile
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import llama_cpp
 import numpy as np
 
 from mesh.placement.gpu_layers import GPU_PROCESS_BYTES, memory_on
@@ -145,7 +145,7 @@ def _device(_phase: Phase, bench: Bench) -> dict[str, Any]:
         "read_gb_per_s": round(device_speed_gb_per_s(device), 1),
         "driver": _driver(),
         "llama_cpp_log": [line for line in log if line.startswith("ggml_")],
-        "llama_cpp": llama_cpp.__version__,
+        "llama_cpp": version("llama-cpp-python"),
         "spanmesh": SOFTWARE_VERSION,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),

@@ -18,6 +18,7 @@ from stages.slicing.architectures import cutting_rules
 from stages.transport.hidden_codec import HiddenType
 from tests.support.short_models import short_gemma3_path  # noqa: F401 - a fixture
 from tests.support.tiny_models import N_VOCAB, TinyModel
+from tests.support.tiny_vision import write_vision
 
 EXACT = RuntimeOptions(ctx_size=128, exact=True)
 MODELS = [
@@ -114,6 +115,19 @@ def test_a_missing_rule_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert result.difference.max_hidden_diff == 0  # layers 0 and 1 count from 0 either way
     assert prefill.max_logit_diff > 0
     assert chunks.max_logit_diff > 0
+
+
+def test_a_head_that_takes_the_first_rows_for_the_last_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the whole model as of its stages: only the reference marks all rows."""
+    source = write_vision("cogvlm", tmp_path / "model.gguf")
+    assert certify(source, [1], CertifyOptions(n_prompt=20, n_decode=2)).is_exact
+    family = cutting_rules.FAMILIES["cogvlm"]
+    marking_few = dataclasses.replace(family, entry=dataclasses.replace(family.entry, marks_all_rows=False))
+    monkeypatch.setitem(cutting_rules.FAMILIES, "cogvlm", marking_few)
+    (result,) = certify(source, [1], CertifyOptions(n_prompt=20, n_decode=2)).cuts
+    assert [phase.phase for phase in result.phases if not phase.difference.is_bit_equal] == ["chunks"]
 
 
 def test_what_a_cut_gets_that_is_not_there(tmp_path: Path) -> None:

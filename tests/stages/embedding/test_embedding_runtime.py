@@ -9,9 +9,9 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-import llama_cpp
 import numpy as np
 import pytest
+from llama_cpp.llama import Llama
 
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel, ProtocolError
@@ -89,7 +89,7 @@ def apart(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
 
 def of_llama_cpp(path: Path, *, flash_attn: bool = True) -> NDArray[np.float32]:
     """Vectors of llama-cpp-python, which computes a text at a time."""
-    reference = llama_cpp.Llama(
+    reference = Llama(
         str(path),
         embedding=True,
         n_ctx=512,

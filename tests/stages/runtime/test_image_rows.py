@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from spanmesh_proto.errors import InvalidWindow, UncuttableModel
-from stages.certification.certify import cut_stage
-from stages.layers import LayerRange
 from stages.runtime.kv_state import KvRows
 from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.source_model import read_source
+from tests.support.stage_chain import ANSWER, Stages
 from tests.support.tiny_vision import (
     HYBRID,
     MOST_AT_ONCE,
@@ -36,86 +35,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from stages.runtime.row_positions import RowPositions
 
 pytestmark = pytest.mark.model
-QUICK = ("llama", "gemma3", "qwen3vl", "qwen35", "granite")
+QUICK = ("llama", "gemma3", "qwen3vl", "qwen35", "granite", "gemma4-e")
 OTHERS = (
     *("qwen3moe", "gpt-oss", "phi3", "gemma4", "deepseek2", "glm4v", "falcon-h1", "granitehybrid"),
     *("nemotron_h", "llama4", "cogvlm"),
 )
 ALL = (*QUICK, *(pytest.param(name, marks=pytest.mark.sweep) for name in OTHERS))
-ANSWER = (21, 22, 23)
-SLIDING = {"gemma3", "gemma4", "gpt-oss"}
 
-
-class Stages:
-    """Stages of one model, driven as a ring does."""
-
-    def __init__(self, model: Path, cuts: Sequence[int], options: RuntimeOptions) -> None:
-        n_layers = read_source(model).n_layers
-        self.runtimes = []
-        for start, stop in itertools.pairwise((0, *cuts, n_layers)):
-            path = model.with_name(f"{model.stem}-{start}-{stop}.gguf")
-            if not path.exists():
-                cut_stage(model, LayerRange(start, stop), path)
-            self.runtimes.append(StageRuntime(path, options))
-
-    def close(self) -> None:
-        for runtime in self.runtimes:
-            runtime.close()
-
-    def begin(self, slot: int, num_kept: int, positions: RowPositions) -> None:
-        for runtime in self.runtimes:
-            runtime.memory.lay_out(slot, num_kept, positions)
-
-    def compute(
-        self,
-        slot: int,
-        start: int,
-        ids: Sequence[int],
-        rows: NDArray[np.float32] | None = None,
-        *,
-        num_outputs: int = 0,
-        checkpoints: tuple[int, ...] = (),
-    ) -> NDArray[np.float32]:
-        for runtime in self.runtimes:
-            wanted = num_outputs if runtime.info.is_tail else 0
-            (rows,) = runtime.decode([Span(slot, start, list(ids), rows, wanted, checkpoints)])
-        assert rows is not None
-        return rows
-
-    def run(
-        self,
-        parts: Sequence[Part],
-        *,
-        slot: int = 0,
-        start: int = 0,
-        window: int = 63,
-        answer: Sequence[int] = ANSWER,
-        between: Iterator[None] | None = None,
-    ) -> list[NDArray[np.float32]]:
-        """Logits behind a prompt of which rows before `start` are held, and behind an answer.
-
-        `between` goes on after each window.
-        """
-        self.begin(slot, start, positions_of(parts))
-        row, found = 0, []
-        for index, part in enumerate(parts):
-            size = len(part.ids) if part.sees_all else window
-            for first in range(0, len(part.ids), size):
-                ids = part.ids[first : first + size]
-                rows = None if part.rows is None else part.rows[first : first + size]
-                is_last = index == len(parts) - 1 and first + size >= len(part.ids)
-                if row + first >= start:
-                    logits = self.compute(slot, row + first, ids, rows, num_outputs=len(ids) * is_last)
-                    next(between or iter(()), None)
-            row += len(part.ids)
-        found.append(logits[-1])
-        for token in answer:
-            found.append(self.compute(slot, row, [token], num_outputs=1)[-1])
-            row += 1
-        return found
+SLIDING = {"gemma3", "gemma4", "gemma4-e", "gpt-oss"}
 
 
 def assert_same(found: list[NDArray[np.float32]], expected: list[NDArray[np.float32]], what: object) -> None:
@@ -294,3 +223,29 @@ def test_images_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         runtime.memory.lay_out(0, 0, positions_of([seen]))
         with pytest.raises(InvalidWindow, match="a window has 81 rows; this stage takes 1 to 63"):
             runtime.decode([Span(0, 0, list(seen.ids), seen.rows)])
+
+
+def test_a_stage_that_embeds_again_wants_the_rows_of_an_image_as_well(tmp_path: Path) -> None:
+    model = write_vision("gemma4-e", tmp_path / "model.gguf")
+    one, _ = prompts("gemma4-e")
+    options = options_of("gemma4-e")
+    with closing(Stages(model, (3,), options)) as stages:
+        first, second = stages.runtimes
+        assert (first.takes_rows, first.hands_on_rows) == (True, True)
+        assert (second.takes_rows, second.hands_on_rows) == (True, False)
+        expected = stages.run(one)
+        stages.begin(0, 9, positions_of(one))
+        ids, rows = list(one[1].ids), one[1].rows
+        assert rows is not None
+        (hidden,) = first.decode([Span(0, 9, ids, rows)])
+        for embedded in (None, rows[1:], np.zeros((len(ids), 63), np.float32)):
+            with pytest.raises(InvalidWindow, match="use the embedding again: rows that are no tokens came"):
+                second.decode([Span(0, 9, ids, hidden, embedded=embedded)])
+        # They count: others give other logits, as another image does.
+        behind = []
+        for embedded in (rows, rows[::-1].copy(), rows):
+            second.decode([Span(0, 9, ids, hidden, embedded=embedded)])
+            behind.append(stages.compute(0, 21, one[2].ids, num_outputs=1))
+        assert np.array_equal(behind[0], behind[2])
+        assert not np.array_equal(behind[0], behind[1])
+        assert_same(stages.run(one), expected, "again")

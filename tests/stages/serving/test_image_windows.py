@@ -11,7 +11,9 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.row_ids import FIRST_ROW_ID
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.sampling.session_spec import SessionSpec, chunk_to_wire
+from stages.serving.image_input import ImageInput
 from tests.stages.serving.test_stage_server import Peer
+from tests.support.fake_stage import FakeRuntime
 from tests.support.ring_harness import RunningStage, running_stages
 from tests.support.tiny_vision import (
     MOST_AT_ONCE,
@@ -206,6 +208,20 @@ async def test_a_slot_does_not_go_back_into_an_image(
         failure = await peer.failure()
         assert (failure.session, failure.code) == (4, "prefix_mismatch")
         assert "has rows that are no tokens elsewhere, behind the first 4" in failure.message
+
+
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize("hands_on", [True, False])
+def test_rows_go_to_the_stages_that_take_them_and_no_further(*, takes: bool, hands_on: bool) -> None:
+    runtime = FakeRuntime(1, 3)
+    runtime.takes_rows, runtime.hands_on_rows = takes, hands_on
+    rows = np.array([[1.5], [2.5]], np.float32)
+    window = wire.Window(start=4, tokens=[FIRST_ROW_ID, FIRST_ROW_ID + 1], rows=rows.tobytes())
+    found = ImageInput(runtime).input_of(window)  # type: ignore[arg-type]
+    assert (found is not None) is takes
+    assert found is None or np.array_equal(found, rows)
+    assert window.rows == (rows.tobytes() if hands_on else b"")
+    assert ImageInput(runtime).input_of(wire.Window(tokens=[5])) is None  # type: ignore[arg-type]
 
 
 def test_images_of_a_session_pass_the_wire(name: str) -> None:
