@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median, quantiles
+from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -23,24 +22,21 @@ from mesh.cli.shared_options import int_option
 from mesh.serve.options import demo_model
 from meshbench.experiment import experiment
 from meshbench.load_client.client import LoadClient
-from meshbench.load_client.schedule import Request, Schedule
-from meshbench.report_tools import Line, PairedRatio, Report, table_section
+from meshbench.load_client.schedule import Request
+from meshbench.report_tools import Line, Report, table_section
 from meshbench.shared_options import json_option, logs_folder, logs_option, serve_option
-from spanmesh_proto.errors import MeshError
 from stages.process_limits import num_usable, processor_name
 from tests.qualification.bounded_report import bounded_report
 from tests.qualification.pictures.real_sizes import SIDE, asked, write_real_sizes
+from tests.qualification.pictures.streams import Streams, p99, ratio_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from meshbench.load_client.answers import AnswerRecord
 
-_STREAM_TOKENS: Final = 400
 _SETTLE_S: Final = 1.0
-_END_S: Final = 120.0
-_FEWEST_GAPS: Final = 100
 _MOST_RATIO: Final = 2.0
 
 log = structlog.get_logger()
@@ -50,63 +46,17 @@ log = structlog.get_logger()
 class Round:
     """Times between tokens of all streams, in milliseconds."""
 
-    encoding_ms: tuple[float, ...]
-    """While a picture is decoded and encoded."""
-    prefill_ms: tuple[float, ...]
-    """While its rows are computed, until its first token."""
+    beside_ms: tuple[float, ...]
+    """From the request with the picture to its first token."""
     alone_ms: tuple[float, ...]
-    """While none is there."""
-    first_token_ms: float
+    """As long without one."""
+    first_token_s: float
     """Of the picture."""
-
-    @property
-    def beside_ms(self) -> tuple[float, ...]:
-        """From the request with the picture to its first token."""
-        return self.encoding_ms + self.prefill_ms
 
     @property
     def pair(self) -> tuple[float, float]:
         """99th percentiles: beside the picture, and alone."""
         return p99(self.beside_ms), p99(self.alone_ms)
-
-
-@dataclass(frozen=True)
-class _Times:
-    """Of a round, by `time.perf_counter`."""
-
-    sent_s: float
-    encoded_s: float
-    first_s: float
-    alone_s: float
-    """Begin of the time without a picture, which is as long as that with one."""
-
-    def round_of(self, streams: Iterable[AnswerRecord]) -> Round:
-        """Gaps of the streams; those that begin in a time belong to it."""
-        gaps = [
-            (start, 1e3 * (stop - start)) for one in streams for start, stop in pairwise(one.record.parts_s)
-        ]
-
-        def between(start_s: float, stop_s: float) -> tuple[float, ...]:
-            return tuple(gap_ms for at_s, gap_ms in gaps if start_s <= at_s < stop_s)
-
-        length_s = self.first_s - self.sent_s
-        return Round(
-            between(self.sent_s, self.encoded_s),
-            between(self.encoded_s, self.first_s),
-            between(self.alone_s, self.alone_s + length_s),
-            1e3 * length_s,
-        )
-
-
-def p99(gaps_ms: Sequence[float]) -> float:
-    """Their 99th percentile.
-
-    Raises:
-        MeshError: If they are too few for one.
-    """
-    if len(gaps_ms) < _FEWEST_GAPS:
-        raise MeshError(f"only {len(gaps_ms)} tokens came in a round: take more streams")
-    return quantiles(gaps_ms, n=100)[-1]
 
 
 def measure(folder: Path, num_rounds: int, num_streams: int, options: Sequence[str]) -> list[Round]:
@@ -126,79 +76,60 @@ def measure(folder: Path, num_rounds: int, num_streams: int, options: Sequence[s
         *(str(files.model), "--mmproj", str(files.projector), "--speculate", "off"),
         *("--ctx-size", "1024", "--parallel", str(num_streams + 1), *options),
     ]
+    streams = Streams(num_streams)
     with (
         (folder / "mesh.log").open("w+b") as mesh_log,
         own_mesh(arguments, mesh_log) as mesh,
         LoadClient(None) as client,
     ):
         # Nothing measured is a first time.
-        _ask(client, mesh.url, 0)
-        chats = tuple((_stream(number),) for number in range(num_streams))
-        streams = client.start(Schedule(mesh.url, chats, num_streams))
-        time.sleep(2 * _SETTLE_S)
-        found = [_round(client, mesh.url, 1 + number) for number in range(num_rounds)]
-        answers = streams.end(timeout_s=_END_S).complete("the mesh").answers
-    return [times.round_of(answers) for times in found]
+        _show(client, mesh.url, 0)
+        with streams.running(client, mesh.url):
+            time.sleep(2 * _SETTLE_S)
+            times = [_times(client, mesh.url, 1 + number) for number in range(num_rounds)]
+    return [
+        Round(
+            streams.between(sent_s, first_s),
+            streams.between(alone_s, alone_s + first_s - sent_s),
+            first_s - sent_s,
+        )
+        for sent_s, first_s, alone_s in times
+    ]
 
 
-def _stream(number: int) -> Request:
-    content = f"Tell me a long story about number {number}."
-    fields = {"max_tokens": _STREAM_TOKENS, "temperature": 0, "ignore_eos": True}
-    return Request.streamed({"messages": [{"role": "user", "content": content}], **fields})
-
-
-def _ask(client: LoadClient, url: str, seed: int) -> AnswerRecord:
+def _show(client: LoadClient, url: str, seed: int) -> AnswerRecord:
     (answer,) = client.answer(url, (Request.streamed(asked(seed, 1)),)).answers
     return answer
 
 
-def _round(client: LoadClient, url: str, seed: int) -> _Times:
-    answer = _ask(client, url, seed)
-    sent_s, first_s = answer.record.sent_s, answer.record.parts_s[0]
-    # Its rows are computed behind the longest silence: bytes come with each window of the prompt.
-    told_s = [sent_s, *(at_s for at_s in answer.bytes_s if at_s < first_s), first_s]
-    _, encoded_s = max(pairwise(told_s), key=lambda pair: pair[1] - pair[0])
+def _times(client: LoadClient, url: str, seed: int) -> tuple[float, float, float]:
+    """When a picture is sent, when its first token comes, and when a time without one begins, as long."""
+    record = _show(client, url, seed).record
+    sent_s, first_s = record.sent_s, record.parts_s[0]
     time.sleep(_SETTLE_S)
     alone_s = time.perf_counter()
     time.sleep(first_s - sent_s + _SETTLE_S)
     log.info("round_done", picture=seed, first_token_s=round(first_s - sent_s, 2))
-    return _Times(sent_s, encoded_s, first_s, alone_s)
+    return sent_s, first_s, alone_s
 
 
 def lines(rounds: Sequence[Round]) -> list[Line]:
     """The figures with their bounds."""
-    pairs = [each.pair for each in rounds]
-    ratio = PairedRatio.of(pairs)
-    ratios = sorted(beside / alone for beside, alone in pairs)
-    note = f"95 % interval {ratio.low:.2f} to {ratio.high:.2f} of {len(rounds)} rounds"
-    alone = [gap for each in rounds for gap in each.alone_ms]
-    parts = {
-        "a picture is encoded": [gap for each in rounds for gap in each.encoding_ms],
-        "its rows are computed": [gap for each in rounds for gap in each.prefill_ms],
-    }
+    beside = [gap_ms for each in rounds for gap_ms in each.beside_ms]
+    alone = [gap_ms for each in rounds for gap_ms in each.alone_ms]
     return [
-        Line(
+        ratio_line(
             "p99 between tokens of others beside a picture, over without",
-            ratio.ratio,
+            [each.pair for each in rounds],
             _MOST_RATIO,
-            is_ceiling=True,
-            note=f"{note}, which are {ratios[0]:.2f} to {ratios[-1]:.2f}, median {median(ratios):.2f}",
-        ),
-        *(
-            Line(
-                f"the same while {what}, all rounds together",
-                p99(gaps) / p99(alone),
-                None,
-                note=f"{p99(gaps):.1f} and {p99(alone):.1f} ms, medians {median(gaps):.1f} and "
-                f"{median(alone):.1f}, {len(gaps)} tokens",
-            )
-            for what, gaps in parts.items()
         ),
         Line(
-            "first token of a picture beside them, s",
-            median(each.first_token_ms for each in rounds) / 1e3,
+            "median likewise, all rounds together",
+            median(beside) / median(alone),
             None,
+            note=f"{median(beside):.1f} and {median(alone):.1f} ms",
         ),
+        Line("first token of a picture beside them, s", median(each.first_token_s for each in rounds), None),
     ]
 
 
@@ -216,7 +147,7 @@ def report(rounds: Sequence[Round], num_streams: int, options: Sequence[str]) ->
             str(number),
             *(f"{gap_ms:.1f}" for gap_ms in each.pair),
             f"{len(each.beside_ms)}, {len(each.alone_ms)}",
-            f"{each.first_token_ms / 1e3:.2f}",
+            f"{each.first_token_s:.2f}",
         )
         for number, each in enumerate(rounds, 1)
     ]
