@@ -28,7 +28,7 @@ LLAMA := $(VENV)/llama
 PROGRAMS := tests/meshbench tests/qualification tests/stages/certification \
   $(wildcard tests/end_to_end/lab/test_bench_*.py) tests/end_to_end/lab/test_three_hosts.py \
   $(wildcard tests/mesh/api/test_clients_*.py) tests/mesh/api/test_openai_client.py \
-  $(wildcard tests/mesh/api/test_page*.py) tests/mesh/cli/test_examples.py \
+  $(wildcard tests/mesh/api/test_page*.py) tests/mesh/cli/test_examples.py tests/mesh/cli/test_picture_examples.py \
   tests/suite/test_second_try.py tests/suite/test_counterexamples.py tests/suite/test_hosts_first.py
 # Builds of llama.cpp for GPUs, a folder of libraries each, beside the ordinary build: LLAMA_CPP_LIB_PATH names the one
 # that a process loads. On macOS the ordinary build has Metal.
@@ -116,8 +116,8 @@ $(VENV)/.made:
 # What spoils llama.cpp's kernels on some processors: each header says what and why, and is empty on all others.
 MENDS := $(wildcard stages/*.h)
 FLAGS := $(foreach header,$(MENDS),-include '$(CURDIR)/$(header)')
-# Settings of its build, and the kernel that they add to it.
-ADDED := stages/llama_build.cmake $(wildcard stages/attention/*)
+# Settings of its build, and the kernels that they add to it.
+ADDED := stages/llama_build.cmake stages/ggml_sources.cmake $(wildcard stages/attention/* stages/products/*)
 
 # One line for each tenth of the files, from the lines that ninja begins with [DONE/ALL]; make's are percentages. And
 # what stages/llama_build.cmake has to say.
