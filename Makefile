@@ -116,8 +116,8 @@ $(VENV)/.made:
 # What spoils llama.cpp's kernels on some processors: each header says what and why, and is empty on all others.
 MENDS := $(wildcard stages/*.h)
 FLAGS := $(foreach header,$(MENDS),-include '$(CURDIR)/$(header)')
-# Settings of its build, and the kernel that they add to it.
-ADDED := stages/llama_build.cmake $(wildcard stages/attention/*)
+# Settings of its build, and the kernels that they add to it.
+ADDED := stages/llama_build.cmake stages/ggml_sources.cmake $(wildcard stages/attention/* stages/products/*)
 
 # One line for each tenth of the files, from the lines that ninja begins with [DONE/ALL]; make's are percentages. And
 # what stages/llama_build.cmake has to say.

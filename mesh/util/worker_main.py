@@ -11,8 +11,11 @@ while those of another take all processors. The kernel bounds a job whatever it 
 handler ends the process when its time is over, and memory, files and core dumps have limits. What a job
 prints by other means goes nowhere.
 
-With MEMORY_BYTES 0 the process holds a model and computes with it: then only time has a limit, and jobs keep
-their priority.
+With MEMORY_BYTES 0 the process holds a model and computes with it: then only time has a limit, and long jobs
+compute where processors are idle, as far as the system can do that. Linux then gives a processor to any other
+thread at once; beside one that is merely nice it does not, and threads that compute a token meet hundreds of
+times. A job that gets next to nothing so ends the process, and comes again with the priority of others: to
+raise a thread again takes a privilege.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import signal
 import struct
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -35,14 +38,18 @@ from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
-# Bytes of the header and of the payload; most seconds of computing, and most seconds by the clock.
-JOB: Final = struct.Struct("<QQdd")
+# Bytes of the header and of the payload; most seconds of computing, and most seconds by the clock; whether it
+# keeps its priority.
+JOB: Final = struct.Struct("<QQdd?")
 READY: Final = b"\x05"
 BEGUN: Final = b"\x06"
 ANSWER: Final = struct.Struct("<Q")
 # Exit code of a process that ran out of memory.
 EXIT_MEMORY: Final = 75
+# Exit code of a process whose job was left without a processor.
+EXIT_STARVED: Final = 76
 # Jobs of more bytes wait for what computes tokens, not the other way round.
 SHORT_BYTES: Final = 2**14
 _NUM_FILES: Final = 32
@@ -55,6 +62,9 @@ _IDLE_S: Final = 1.0
 _JOB_NICENESS: Final = 15
 _START_NICENESS: Final = 10
 _MOST_NICENESS: Final = 19
+# How often a job that yields is looked at, and the least share of a processor that its threads have to get.
+_LOOK_S: Final = 8.0
+_LEAST_SHARE: Final = 0.05
 # Ample for values nested as deep as is read; only what is used takes memory.
 _STACK_BYTES: Final = 64 * 2**20
 # Answers a job, given its header and its payload.
@@ -87,8 +97,11 @@ def serve(load: Callable[[], Handle], memory_bytes: int) -> None:
     if memory_bytes:
         background.submit(_lower_priority, _START_NICENESS)
     handle = background.submit(load).result()
+    eager = background
     if memory_bytes:
         background.submit(_lower_priority, _JOB_NICENESS)
+    elif background.submit(_yield_processors).result():
+        eager = ThreadPoolExecutor(1)
     # What is there by now stays: no need to look through it each time that garbage is collected.
     gc.freeze()
     is_large = False
@@ -104,10 +117,14 @@ def serve(load: Callable[[], Handle], memory_bytes: int) -> None:
             frame = jobs.read(JOB.size)
             if len(frame) < JOB.size:
                 return
-            header_bytes, payload_bytes, _, _ = JOB.unpack(frame)
+            header_bytes, payload_bytes, _, _, is_eager = JOB.unpack(frame)
             job = partial(_do, frame, jobs, answers, handle)
-            is_short = header_bytes + payload_bytes <= SHORT_BYTES
-            num_answer_bytes = job() if is_short else background.submit(job).result()
+            if header_bytes + payload_bytes <= SHORT_BYTES:
+                num_answer_bytes = job()
+            elif is_eager or eager is background:
+                num_answer_bytes = eager.submit(job).result()
+            else:
+                num_answer_bytes = _fed(background.submit(job))
             is_large |= header_bytes + payload_bytes + num_answer_bytes > _LARGE_BYTES
 
 
@@ -126,7 +143,7 @@ def _do(frame: bytes, jobs: IO[bytes], answers: IO[bytes], handle: Handle) -> in
 
 def _answer(frame: bytes, jobs: IO[bytes], answers: IO[bytes], handle: Handle) -> bytes:
     """Read a job and do it within its limits, which leave out the writing of the answer: that waits."""
-    header_bytes, payload_bytes, cpu_limit_s, wall_limit_s = JOB.unpack(frame)
+    header_bytes, payload_bytes, cpu_limit_s, wall_limit_s, _ = JOB.unpack(frame)
     signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
     signal.setitimer(signal.ITIMER_REAL, wall_limit_s)
     try:
@@ -171,6 +188,40 @@ def _lower_priority(niceness: int) -> None:
     with suppress(OSError):
         most = os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(_MOST_NICENESS, most))
+
+
+def _yield_processors() -> bool:
+    """Have this thread, and those that it starts, compute on idle processors only; False if it cannot."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            return True
+    return False
+
+
+def _fed(job: Future[int]) -> int:
+    """Result of a job that yields; ends the process if it gets no processor."""
+    ran, waited = _scheduled()
+    while not wait([job], _LOOK_S).done:
+        since, (ran, waited) = (ran, waited), _scheduled()
+        ran_more, waited_more = ran - since[0], waited - since[1]
+        if ran_more < _LEAST_SHARE * (ran_more + waited_more):
+            os._exit(EXIT_STARVED)
+    return job.result()
+
+
+def _scheduled() -> tuple[int, int]:
+    """Nanoseconds that the threads of this process computed, and that they waited for a processor.
+
+    Source: https://docs.kernel.org/scheduler/sched-stats.html; zeros where the kernel does not tell.
+    """
+    ran = waited = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        # A thread may end meanwhile.
+        with suppress(OSError, ValueError):
+            own_ran, own_waited, _ = map(int, path.read_text(encoding="ascii").split())
+            ran, waited = ran + own_ran, waited + own_waited
+    return ran, waited
 
 
 def _take_output() -> IO[bytes]:

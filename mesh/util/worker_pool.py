@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Final, TypeAlias
 import structlog
 
 from mesh.util.fair_queue import FairQueue
-from mesh.util.worker_main import ANSWER, BEGUN, EXIT_MEMORY, JOB, READY, SHORT_BYTES
+from mesh.util.worker_main import ANSWER, BEGUN, EXIT_MEMORY, EXIT_STARVED, JOB, READY, SHORT_BYTES
 from spanmesh_proto.errors import Overloaded
 from stages.runtime.process_memory import ALLOCATOR
 
@@ -82,6 +82,8 @@ class _Job:
     """Becomes its answer."""
     is_abandoned: bool = False
     """Whether its client left while it ran."""
+    is_eager: bool = False
+    """Whether it keeps its priority where others yield: it got no processor."""
 
     @property
     def lane(self) -> _Lane:
@@ -104,9 +106,10 @@ class WorkerPool:
         cpu_limit_s: Most seconds that a job may compute.
         wall_limit_s: Most seconds that a job may take by the clock, from its arrival at a worker.
         memory_bytes: Most bytes of a worker's address space; 0 for workers that each hold a model, which
-            takes long to load. These have no limits but of time, and keep their priority; a job whose client
-            left is done to its end, one during which its worker was killed is tried once more only, and a
-            client does not pause behind a long job.
+            takes long to load. These have no limits but of time, and long jobs compute where processors are
+            idle, or like others if they get next to nothing there; a job whose client left is done to its
+            end, one during which its worker was killed is tried once more only, and a client does not pause
+            behind a long job.
         environment: Its whole environment.
         max_waiting: Jobs that may wait, of all clients; see `FairQueue`.
     """
@@ -329,16 +332,25 @@ class WorkerPool:
         return None
 
     def _answer(self, worker: _Worker, job: _Job) -> bytes:
-        for _ in range(self._max_killed):
+        num_killed = 0
+        while True:
             try:
                 return worker.answer(job)
             except _OutputEnded as end:
-                if end.exit_code not in _FROM_OUTSIDE or job.is_abandoned or self._is_closed:
+                if end.exit_code == EXIT_STARVED and not job.is_eager:
+                    job.is_eager = True
+                    log.info("worker_starved", module=self._module)
+                elif self._is_given_up(job, end, num_killed):
                     raise
-                log.warning("worker_killed", module=self._module, exit_code=end.exit_code)
+                else:
+                    num_killed += 1
+                    log.warning("worker_killed", module=self._module, exit_code=end.exit_code)
             worker.end()
             self._start(worker)
-        return worker.answer(job)
+
+    def _is_given_up(self, job: _Job, end: _OutputEnded, num_killed: int) -> bool:
+        is_own_doing = end.exit_code not in _FROM_OUTSIDE
+        return is_own_doing or job.is_abandoned or self._is_closed or num_killed == self._max_killed
 
     def _explained(self, failure: Exception, job: _Job) -> Exception:
         if isinstance(failure, OSError):
@@ -487,7 +499,7 @@ class _Worker:
         self.wait_until_up()
         assert self._process is not None  # noqa: S101 - just started
         assert self._process.stdin is not None  # noqa: S101 - a pipe
-        sizes = JOB.pack(len(job.header), len(job.payload), job.cpu_limit_s, self._wall_limit_s)
+        sizes = JOB.pack(len(job.header), len(job.payload), job.cpu_limit_s, self._wall_limit_s, job.is_eager)
         for part in (sizes + job.header, job.payload):
             rest = memoryview(part)
             while rest:

@@ -9,36 +9,17 @@ function(leave_attention_to_ggml reason)
   message(STATUS "spanmesh: attention is left to ggml's own kernel: ${reason}")
 endfunction()
 
-# `missing`: what of ggml's sources is not as the kernel needs it; empty if all is.
-function(find_missing_of_attention missing)
-  set(symbol "ggml_compute_forward_flash_attn_ext")
-  set(folder "${PROJECT_SOURCE_DIR}/src/ggml-cpu")
-  # What each file must hold: the call, its declaration and definition, and what threads share.
-  set(needs
-      "ggml-cpu.c|${symbol}\\(params, tensor\\)"
-      "ops.h|void ${symbol}\\("
-      "ops.cpp|void ${symbol}\\("
-      "ggml-cpu-impl.h|ggml_threadpool_chunk_add"
-      "ggml-cpu-impl.h|ggml_threadpool_chunk_set"
-      "ggml-cpu-impl.h|ggml_barrier"
-      "ggml-cpu-impl.h|use_ref"
-      "simd-mappings.h|GGML_CPU_FP16_TO_FP32"
-      "../ggml-impl.h|ggml_aligned_malloc")
-  foreach(need IN LISTS needs)
-    string(REGEX MATCH "^([^|]+)\\|(.+)$" parts "${need}")
-    set(file "${CMAKE_MATCH_1}")
-    set(pattern "${CMAKE_MATCH_2}")
-    set(lines "")
-    if(EXISTS "${folder}/${file}")
-      file(STRINGS "${folder}/${file}" lines REGEX "${pattern}" LIMIT_COUNT 1)
-    endif()
-    if(lines STREQUAL "")
-      set(${missing} "${file} lacks ${pattern}" PARENT_SCOPE)
-      return()
-    endif()
-  endforeach()
-  set(${missing} "" PARENT_SCOPE)
-endfunction()
+# What each file must hold: the call, its declaration and definition, and what threads share.
+set(ATTENTION_NEEDS
+    "ggml-cpu.c|ggml_compute_forward_flash_attn_ext\\(params, tensor\\)"
+    "ops.h|void ggml_compute_forward_flash_attn_ext\\("
+    "ops.cpp|void ggml_compute_forward_flash_attn_ext\\("
+    "ggml-cpu-impl.h|ggml_threadpool_chunk_add"
+    "ggml-cpu-impl.h|ggml_threadpool_chunk_set"
+    "ggml-cpu-impl.h|ggml_barrier"
+    "ggml-cpu-impl.h|use_ref"
+    "simd-mappings.h|GGML_CPU_FP16_TO_FP32"
+    "../ggml-impl.h|ggml_aligned_malloc")
 
 # Once for all libraries: they are compiled from the same files.
 function(direct_dispatcher_to_attention target)
@@ -57,20 +38,12 @@ function(direct_dispatcher_to_attention target)
 endfunction()
 
 function(add_attention)
-  find_missing_of_attention(missing)
+  find_missing_in_ggml(missing ${ATTENTION_NEEDS})
   if(NOT missing STREQUAL "")
     leave_attention_to_ggml("${missing}")
     return()
   endif()
-  get_property(targets DIRECTORY "${PROJECT_SOURCE_DIR}/src" PROPERTY BUILDSYSTEM_TARGETS)
-  set(libraries "")
-  foreach(target IN LISTS targets)
-    get_target_property(type ${target} TYPE)
-    # The object libraries beside them only tell whether a processor fits.
-    if(target MATCHES "^ggml-cpu(-.*)?$" AND NOT type STREQUAL "OBJECT_LIBRARY")
-      list(APPEND libraries ${target})
-    endif()
-  endforeach()
+  find_libraries_of_ggml_cpu(libraries)
   if(libraries STREQUAL "")
     leave_attention_to_ggml("there is no library ggml-cpu")
     return()

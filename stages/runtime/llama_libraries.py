@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Variable of llama-cpp-python for another folder of the libraries.
 _FOLDER: Final = "LLAMA_CPP_LIB_PATH"
@@ -108,3 +111,31 @@ def attention_name(version: int) -> str:
     """
     operations, width = divmod(version, 100)
     return f"spanmesh {operations}, {32 * width} bits" if version else "ggml"
+
+
+def has_tiled_products(kernels: ctypes.CDLL | None) -> bool:
+    """Whether kernels have llamafile's matrix products, of `stages/products/`, which are off at first.
+
+    Args:
+        kernels: Result of `loaded_kernels`.
+    """
+    return getattr(kernels, "tiled_products_enable", None) is not None
+
+
+@contextmanager
+def tiled_products(kernels: ctypes.CDLL | None) -> Iterator[None]:
+    """Compute with llamafile's matrix products in the block, where the kernels have them.
+
+    The results have other bits, so nothing else is to compute in this process meanwhile.
+
+    Args:
+        kernels: Result of `loaded_kernels`.
+    """
+    if kernels is None or not has_tiled_products(kernels):
+        yield
+        return
+    kernels.tiled_products_enable(1)
+    try:
+        yield
+    finally:
+        kernels.tiled_products_enable(0)

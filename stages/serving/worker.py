@@ -12,6 +12,7 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, StageFailed, wire_of
 from stages.sampling.sampler import to_wire
+from stages.serving.own_processors import OwnProcessors
 from stages.serving.scheduler import QueueBarrier
 from stages.transport.hidden_codec import TO_WIRE, HiddenType, encode
 
@@ -109,6 +110,7 @@ class StageWorker(threading.Thread):
         self._on_failures = on_failures
         self._on_ended = on_ended
         self._plugs = plugs
+        self._processors = OwnProcessors(runtime.num_threads)
         # Held by the thread that computes.
         self._turn = threading.Lock()
         self._finished_us = clock_us()
@@ -290,10 +292,11 @@ class StageWorker(threading.Thread):
 
     def _compute(self, windows: list[QueuedWindow], started_us: int) -> None:
         try:
-            outputs = self._runtime.decode(
-                [replace(window.to_compute, may_be_padded=not window.is_chunk) for window in windows],
-                is_tapped=any(plug.taps(windows) for plug in self._plugs),
-            )
+            with self._processors.first_time():
+                outputs = self._runtime.decode(
+                    [replace(window.to_compute, may_be_padded=not window.is_chunk) for window in windows],
+                    is_tapped=any(plug.taps(windows) for plug in self._plugs),
+                )
             for window in windows:
                 self._slots.computed(window.to_compute, window.message.num_committed)
             self._hand_on(windows, outputs, started_us)

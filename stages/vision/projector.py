@@ -22,6 +22,7 @@ from stages.gguf import part_paths, read_header
 from stages.runtime.bindings import llama_cpp
 from stages.runtime.devices import GpuPlacing, device_pointers, layer_devices
 from stages.runtime.llama import init_backend, last_complaint, route_log
+from stages.runtime.llama_libraries import has_tiled_products, loaded_kernels, tiled_products
 from stages.runtime.process_memory import peak_resident_bytes
 from stages.vision.chunks import PictureParts, encoder_identity
 from stages.vision.library import load_mtmd, mtmd_build
@@ -129,6 +130,7 @@ class Projector:
         kind = check_projector(path, model)
         self._mtmd = load_mtmd()
         init_backend()
+        self._kernels = loaded_kernels()
         route_log(self._mtmd.mtmd_helper_log_set)
         self._device = None if options.device is None else _device_of(options.device)
         files = (path, *part_paths(model))
@@ -138,15 +140,14 @@ class Projector:
             self._context = self._load(options)
             sha256 = _unchanged_sha256(path, files, stamps)
             device = self._device
+            settings = f"most_tokens={options.most_tokens} computed_by={_computed_by(device)}"
+            if has_tiled_products(self._kernels):
+                settings += ", tiled products"
             self.facts = ProjectorFacts(
                 kind=kind,
                 width=llama_cpp.llama_model_n_embd_inp(self._model),
                 most_at_once=self._most_at_once(options.most_tokens),
-                identity=encoder_identity(
-                    sha256,
-                    mtmd_build(),
-                    f"most_tokens={options.most_tokens} computed_by={_computed_by(device)}",
-                ).hex(),
+                identity=encoder_identity(sha256, mtmd_build(), settings).hex(),
                 device="" if device is None else device.name,
             )
             self._check()
@@ -325,7 +326,8 @@ class Projector:
         return np.array([(at.t, at.y, at.x) for at in found], np.int64).reshape(num_rows, 3)
 
     def _rows(self, chunk: Any, num_rows: int) -> NDArray[np.float32]:
-        status = self._mtmd.mtmd_encode_chunk(self._context, chunk)
+        with tiled_products(self._kernels):
+            status = self._mtmd.mtmd_encode_chunk(self._context, chunk)
         if status != 0:
             raise StageFailed(f"mtmd_encode_chunk failed with status {status}: {last_complaint()}")
         pointer = self._mtmd.mtmd_get_output_embd(self._context)

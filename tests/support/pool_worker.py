@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+from mesh.util import worker_main
 from mesh.util.worker_main import Handle, serve
 
 
@@ -31,6 +32,11 @@ def handle(header: bytes, payload: bytes) -> bytes:
         case ["niceness"]:
             # Of the thread: the process's own stays.
             return str(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).encode()
+        case ["policy", seconds]:
+            # Of the thread, once it has computed so long.
+            while time.thread_time() < float(seconds):
+                pass
+            return str(os.sched_getscheduler(0)).encode()
         case ["look"]:
             return json.dumps({"environment": dict(os.environ), "pid": os.getpid()}).encode()
     return b""
@@ -45,4 +51,7 @@ def load() -> Handle:
 
 
 if __name__ == "__main__":
+    # How often jobs that yield are looked at.
+    if look_s := os.environ.get("LOOK_S"):
+        worker_main._LOOK_S = float(look_s)  # type: ignore[misc]
     serve(load, int(sys.argv[1]))

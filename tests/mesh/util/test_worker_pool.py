@@ -16,6 +16,8 @@ import pytest
 
 from mesh.util.worker_pool import WorkerEnded, WorkerPool
 from spanmesh_proto.errors import Overloaded
+from stages.process_limits import num_usable
+from tests.qualification.busy_processors import busy_programs
 from tests.support import pool_worker
 
 # A file, since isolated processes know no tests.
@@ -126,12 +128,26 @@ def test_long_jobs_have_a_lower_priority(lone: WorkerPool) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-def test_what_holds_a_model_keeps_its_priority_and_has_no_limits_but_of_time(holder: WorkerPool) -> None:
-    first, large = (int(holder.run_blocking(b"niceness", bytes(size))) for size in (0, 2**20))
-    assert first == large == os.getpriority(os.PRIO_PROCESS, 0)
+def test_what_holds_a_model_yields_and_has_no_limits_but_of_time(holder: WorkerPool) -> None:
+    first, large, last = (int(holder.run_blocking(b"policy 0", bytes(size))) for size in (0, 2**20, 0))
+    assert [first, large, last] == [os.SCHED_OTHER, os.SCHED_IDLE, os.SCHED_OTHER]
     assert holder.run_blocking(b"echo", bytes(2**20 * 300)) == bytes(2**20 * 300)
     with pytest.raises(WorkerEnded, match=r"took more than 0\.1 s of computing"):
         holder.run_blocking(b"spin", cpu_limit_s=0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no thread computes on idle processors only")
+def test_a_job_that_yields_and_gets_no_processor_is_done_like_others() -> None:
+    pool = make_pool(num_workers=1, memory_mib=0, environment={"LOOK_S": "0.4"})
+    try:
+        pool.run_blocking(b"echo")
+        with busy_programs(2 * num_usable()):
+            policy = pool.run_blocking(b"policy 0.5", bytes(2**16))
+        assert int(policy) == os.SCHED_OTHER
+        # The next one yields again.
+        assert int(pool.run_blocking(b"policy 0", bytes(2**16))) == os.SCHED_IDLE
+    finally:
+        pool.close()
 
 
 async def test_behind_a_long_job_for_a_model_its_client_has_no_pause(holder: WorkerPool) -> None:

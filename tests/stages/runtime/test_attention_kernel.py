@@ -160,12 +160,13 @@ def ggml(tmp_path: Path) -> Path:
     return shutil.copytree(source / "ggml", tmp_path / "ggml", ignore=ignored)
 
 
-def configured(ggml: Path) -> tuple[str, str]:
-    """What CMake says of attention, and the commands that compile ggml."""
+def configured(ggml: Path, *options: str) -> tuple[str, str]:
+    """What CMake says of added kernels, and the commands that compile ggml."""
     project, build = ggml.parent, ggml.parent / "build"
     argv = [
         *("cmake", "-S", str(project), "-B", str(build), "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"),
         f"-DCMAKE_PROJECT_INCLUDE={Path(stages.__file__).parent / 'llama_build.cmake'}",
+        *options,
     ]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     said = [line for line in done.stdout.splitlines() if line.startswith("-- spanmesh:")]

@@ -1,0 +1,68 @@
+"""Threads that compute batches together, each kept on a processor of its own where they are as many.
+
+Linux places a thread that wakes up without looking for a better processor where all of them are taken, also
+if one is taken by what computes on idle processors only. So two threads that meet hundreds of times a token
+can stay on one of two processors for seconds: beside the encoder of pictures a token of three sessions took
+62 ms, and 21 with the threads kept apart, as many as without it. Where there are as many threads as
+processors, no other places are better, whatever else computes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_TASKS: Final = Path("/proc/self/task")
+
+
+class OwnProcessors:
+    """Keeps the threads of a team apart, from its first computation on.
+
+    Args:
+        num_threads: Threads of the team, that which computes among them.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._is_due = sys.platform == "linux" and num_threads > 1
+
+    @contextmanager
+    def first_time(self) -> Iterator[None]:
+        """Look which threads the first computation starts, and give each a processor of its own."""
+        if not self._is_due:
+            yield
+            return
+        before = _threads()
+        yield
+        self._is_due = False
+        team = [threading.get_native_id(), *sorted(_threads() - before)]
+        # Others that began at the same time cannot be told from them.
+        if len(team) == self._num_threads:
+            keep_apart(team)
+
+
+def keep_apart(team: list[int]) -> None:
+    """Keep threads on processors of their own, if they are as many as this thread may use.
+
+    Args:
+        team: The kernel's ids of the threads.
+    """
+    processors = sorted(os.sched_getaffinity(0))
+    if len(processors) == len(team):
+        # One may have ended, and it may be forbidden.
+        with suppress(OSError):
+            for thread_id, processor in zip(team, processors, strict=True):
+                os.sched_setaffinity(thread_id, {processor})
+
+
+def _threads() -> set[int]:
+    with suppress(OSError):
+        return {int(each.name) for each in _TASKS.iterdir()}
+    return set()
