@@ -123,7 +123,7 @@ class GenerationRequest:
 
     def begin_of_input(self, num: int) -> int:
         """The number of first rows itself, or that of those before the input that it divides."""
-        return begin_of_chunk(self.chunks, num)
+        return begin_of_chunk(self.chunks, num) if self.inputs else num
 
     @property
     def has_rows(self) -> bool:

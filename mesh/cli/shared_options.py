@@ -388,7 +388,7 @@ def picture_needs(wanted: str, model: Path, *, most_tokens: int, is_tried: bool)
     Args:
         wanted: The option `--mmproj`.
         model: The model.
-        most_tokens: The option `--image-max-tokens`.
+        most_tokens: See `needs_of`.
         is_tried: See `needs_of`.
     """
     from mesh.options.model import NONE  # noqa: PLC0415 - keeps --help quick

@@ -103,10 +103,12 @@ class PrefixCache:
         wanted = np.asarray(prompt[:-1], np.int64)
         prefixes = self._cached | self._expected
         common = {
-            slot: begin_of_chunk(chunks, num_common(wanted, cached.tokens))
+            slot: num_common(wanted, cached.tokens)
             for slot, cached in prefixes.items()
             if cached.client == client
         }
+        if chunks:
+            common = {slot: begin_of_chunk(chunks, num) for slot, num in common.items()}
         common = {slot: num for slot, num in common.items() if num >= prefixes[slot].floor}
         if not self._can_trim:
             common = {

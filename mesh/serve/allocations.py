@@ -50,6 +50,7 @@ class HostAllocations:
         request_bytes: int = 0,
         most_threads: int | None = None,
         computes_at_times: bool = False,
+        owner: str | None = None,
     ) -> ModelAllocation:
         """Open the allocation of a model; see `ModelAllocation`."""
         allocation = ModelAllocation(
@@ -60,6 +61,7 @@ class HostAllocations:
             request_bytes=request_bytes,
             most_threads=most_threads,
             computes_at_times=computes_at_times,
+            owner=owner,
         )
         self._allocations.append(allocation)
         return allocation
@@ -94,7 +96,7 @@ class HostAllocations:
             member: The host.
             without: Names of models that do not count.
         """
-        counted = [allocation for allocation in self._allocations if allocation.name not in without]
+        counted = [allocation for allocation in self._allocations if allocation.owner not in without]
         on_head = (
             self._worker_bytes
             + sum(allocation.draft_bytes + allocation.request_bytes for allocation in counted)
@@ -120,7 +122,7 @@ class HostAllocations:
             draft_bytes: Memory of the further model's draft model, on the head.
             request_bytes: Memory of the processes that read its requests, on the head.
         """
-        staying = [allocation for allocation in self._allocations if allocation.name not in gone]
+        staying = [allocation for allocation in self._allocations if allocation.owner not in gone]
         return self.capacity_beside(member, staying, draft_bytes=draft_bytes, request_bytes=request_bytes)
 
     def capacity_beside(
@@ -190,6 +192,7 @@ class ModelAllocation:
         most_threads: Threads of each host for this model; None for those that no other model computes with.
         computes_at_times: Whether it leaves all threads, and the speed of its host, to the others, since it
             seldom computes.
+        owner: Name of the model with which it is unloaded; its own unless given.
 
     Attributes:
         noted: Its stages as last announced to all hosts.
@@ -207,7 +210,9 @@ class ModelAllocation:
         request_bytes: int = 0,
         most_threads: int | None = None,
         computes_at_times: bool = False,
+        owner: str | None = None,
     ) -> None:
+        self.owner = name if owner is None else owner
         self.computes_at_times = computes_at_times
         self._allocations = allocations
         self.name = name

@@ -106,6 +106,8 @@ class Hosted(Protocol):
 
     name: str
     """Its name."""
+    owner: str
+    """Name of the model with which it is unloaded."""
     what: str
     """What it is, for messages, such as `an embedding model`."""
     setup: str
@@ -198,6 +200,7 @@ class OneHostDeployment:
             request_bytes=model.request_bytes,
             most_threads=model.most_threads,
             computes_at_times=model.computes_at_times,
+            owner=model.owner,
         )
         self._maker = maker
         self._executor = PlacementExecutor(self._maker, self._allocation, head.members)

@@ -32,7 +32,7 @@ class HostedEmbeddings(Hosted):
     """
 
     def __init__(self, model: EmbeddingModel) -> None:
-        self.name = model.name
+        self.name = self.owner = model.name
         self.what = "an embedding model"
         self.setup = model.setup
         self.engine = model.engine

@@ -40,6 +40,7 @@ class HostedEncoder(Hosted):
 
     def __init__(self, model: str, pictures: ServedPictures, wanted: str, incidents: Incidents) -> None:
         self.name = f"{model} pictures"
+        self.owner = model
         self.what = "an encoder of pictures"
         self.setup = ""
         self.engine = pictures.placed

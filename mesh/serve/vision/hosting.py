@@ -82,6 +82,9 @@ class EncoderHosting:
                 if isinstance(error, NotEnoughHosts):
                     # Of those that failed, too, none is left.
                     strikes.clear()
+            except Exception:
+                # The head goes on, and encodes itself.
+                log.exception("encoder_hosting_failed", model=self._name)
             finally:
                 self._is_decided.set()
             await self._head.members.change_within(self._pause_s)

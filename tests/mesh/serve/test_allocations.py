@@ -228,8 +228,11 @@ def test_hosts_are_told_by_the_models_names_but_for_the_first() -> None:
 def test_what_computes_at_times_leaves_threads_and_speed_to_models() -> None:
     found, theirs = HostAllocations(lambda _member: False), Pipeline()
     model = found.open("model", Pipeline())
-    encoder = found.open("pictures", theirs, most_threads=30, computes_at_times=True)
+    encoder = found.open("pictures", theirs, most_threads=30, computes_at_times=True, owner="model")
     theirs.stages = (pipeline_stage(A, FIRST, 300, threads=8),)
     assert (model.threads_of(A), encoder.threads_of(A)) == (8, 8)
     left, alone = model.capacity_of(A), A.facts.capacity(A.name)
     assert (left.memory_bytes, left.speed_gb_per_s) == (1000 - 300, alone.speed_gb_per_s)
+    # With its model it is unloaded.
+    assert found.capacity_without(A, ("model",)).memory_bytes == 1000
+    assert (found.held_bytes(A), found.held_bytes(A, without=("model",))) == (300, 0)
