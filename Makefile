@@ -28,7 +28,7 @@ LLAMA := $(VENV)/llama
 PROGRAMS := tests/meshbench tests/qualification tests/stages/certification \
   $(wildcard tests/end_to_end/lab/test_bench_*.py) tests/end_to_end/lab/test_three_hosts.py \
   $(wildcard tests/mesh/api/test_clients_*.py) tests/mesh/api/test_openai_client.py \
-  $(wildcard tests/mesh/api/test_page*.py) tests/mesh/cli/test_examples.py \
+  $(wildcard tests/mesh/api/test_page*.py) tests/mesh/cli/test_examples.py tests/mesh/cli/test_picture_examples.py \
   tests/suite/test_second_try.py tests/suite/test_counterexamples.py tests/suite/test_hosts_first.py
 # Builds of llama.cpp for GPUs, a folder of libraries each, beside the ordinary build: LLAMA_CPP_LIB_PATH names the one
 # that a process loads. On macOS the ordinary build has Metal.

@@ -74,6 +74,9 @@ class RowInput:
     """Returns the rows, float32 (rows, width of the model's input), always the same bits. Called when they
     are about to be sent, so never for rows that are cached, and again after the loss of a stage. A
     `MeshError` that it raises ends the answer."""
+    is_carried: Callable[[], bool] = field(default=lambda: False, compare=False, repr=False)
+    """Whether rows that were loaded are not quite those that their ids name, since something else computed
+    them; then what is computed from them is not kept under these ids."""
 
 
 @dataclass(frozen=True)

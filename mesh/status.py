@@ -49,6 +49,12 @@ class ModelDescription:
     """How an embedding model makes one vector of a text."""
     projector: str | None = field(default=None, metadata=_UNSET)
     """Name of the file with which it reads pictures; None for one that reads text only."""
+    projector_host: str | None = field(default=None, metadata=_UNSET)
+    """Host that computes with it; None while a process of the head does."""
+    projector_device: str | None = field(default=None, metadata=_UNSET)
+    """GPU that computes with it; None for the processor."""
+    projector_bytes: int | None = field(default=None, metadata=_UNSET)
+    """Memory that it takes of its host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

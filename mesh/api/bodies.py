@@ -36,6 +36,9 @@ MOST_BODY_BYTES: Final = 16 * 2**20
 MOST_PICTURE_BODY_BYTES: Final = 28 * 2**20
 _CLIENT_BODIES: Final = 2
 _TOTAL_BODIES: Final = 8
+# With pictures. Few chats with text come near the largest body; one with pictures soon does, and is held
+# until its answer ends, while the chats of one user run side by side.
+_MORE_WITH_PICTURES: Final = 2
 _MAX_WAITING: Final = 256
 # Such a body is freed at once, not when the collector looks for garbage the next time.
 _LARGE_BYTES: Final = 2**20
@@ -65,7 +68,7 @@ class BodyBudget:
 
     Args:
         body_bytes: Returns the most bytes of one body, which models may change that are loaded later.
-        client_bodies: The largest bodies that one client may have at once.
+        client_bodies: The largest bodies that one client may have at once; twice as many with pictures.
         total_bodies: Likewise all clients, and requests without a client.
         max_wait_s: Longest wait, seconds.
     """
@@ -110,7 +113,7 @@ class BodyBudget:
             self._held[client] += num_bytes
             return
         if not self._queue.has_room(client):
-            raise self._overloaded()
+            raise self._overloaded(client)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.add(client, turn)
         self._wanted[turn] = (client, num_bytes)
@@ -124,7 +127,7 @@ class BodyBudget:
             if self._wanted.pop(turn, None) is None:
                 self.give_back(client, num_bytes)
             if isinstance(error, TimeoutError):
-                raise self._overloaded() from None
+                raise self._overloaded(client) from None
             raise
 
     def give_back(self, client: str | None, num_bytes: int) -> None:
@@ -135,10 +138,13 @@ class BodyBudget:
         self._admit()
 
     def _may_begin(self, client: str | None) -> bool:
+        others_bytes = (self._total_bodies - 1) * self._body_bytes()
+        return self._held.total() <= others_bytes and self._has_share(client)
+
+    def _has_share(self, client: str | None) -> bool:
         body_bytes = self._body_bytes()
-        return self._held.total() <= (self._total_bodies - 1) * body_bytes and (
-            client is None or self._held[client] <= (self._client_bodies - 1) * body_bytes
-        )
+        more = _MORE_WITH_PICTURES if body_bytes > MOST_BODY_BYTES else 1
+        return client is None or self._held[client] <= (more * self._client_bodies - 1) * body_bytes
 
     def _admit(self) -> None:
         while (turn := self._queue.next(self._may_begin)) is not None:
@@ -148,10 +154,15 @@ class BodyBudget:
                 continue
             turn.set_result(None)
 
-    def _overloaded(self) -> Overloaded:
+    def _overloaded(self, client: str | None) -> Overloaded:
+        why = "bodies of other requests take all of the memory for bodies"
+        if not self._has_share(client):
+            why = (
+                f"requests with this API key that are not answered yet hold {self._held[client]} bytes of "
+                "bodies, as many as one key may"
+            )
         return Overloaded(
-            f"bodies of other requests take all of the memory for bodies, and {len(self._queue)} requests"
-            f" wait for it: try again in {_RETRY_AFTER_S} s",
+            f"{why}, and {len(self._queue)} requests wait for room: try again in {_RETRY_AFTER_S} s",
             retry_after_s=_RETRY_AFTER_S,
         )
 

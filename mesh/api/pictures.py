@@ -142,7 +142,8 @@ def _text(parts: Sequence[tuple[str, bool]]) -> str:
 def _rows_from(first: int, layout: PictureLayout) -> Iterator[RowInput]:
     """Rows of a picture whose first id is at that place in the prompt."""
     for number, chunk in enumerate(layout.chunks):
-        yield RowInput(replace(chunk, first_row=first + chunk.first_row), partial(layout.load, number))
+        at = replace(chunk, first_row=first + chunk.first_row)
+        yield RowInput(at, partial(layout.load, number), layout.is_carried)
 
 
 def _check_bounds(messages: Sequence[Mapping[str, Any]], param: str) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.options import options_of
-from mesh.cli.shared_options import int_option, key_of, local_model, picture_bytes_of
+from mesh.cli.shared_options import int_option, key_of, local_model, picture_needs
 from mesh.options.host import HostOptions
 from mesh.options.model import ModelOptions
 from mesh.util.child_environment import API_KEY
@@ -55,7 +55,9 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 )
 @options_of(ModelOptions, "draft_path", "stages", "split")
 @click.option("--topology", type=_FILE, help="TOML file that fixes the placement, tables [[stage]].")
-@options_of(ModelOptions, "mmproj", "ctx_size", "parallel", "kv_type", "checkpoints", "exact")
+@options_of(
+    ModelOptions, "mmproj", "image_max_tokens", "ctx_size", "parallel", "kv_type", "checkpoints", "exact"
+)
 @options_of(HostOptions, "threads", "memory_bytes", "gpu_layers", "cpu_moe", "n_cpu_moe")
 @int_option(
     "--prompt-tokens",
@@ -79,6 +81,7 @@ def plan(
     draft_path: Path | None,
     topology: Path | None,
     mmproj: str,
+    image_max_tokens: int,
     ctx_size: int | None,
     parallel: int,
     kv_type: str,
@@ -119,19 +122,22 @@ def plan(
     draft = None if draft_path is None else local_model(draft_path).path
     facts, drafter = facts_with(model, draft, parallel)
     check_kv_type(kv_type, facts.name, facts.head_widths, option="--kv-type")
+    pictures = picture_needs(mmproj, model, most_tokens=image_max_tokens, is_tried=not no_timing)
     workload = Workload(
         ctx_size_for(ctx_size, facts.n_ctx_train),
         parallel,
         kv_type,
         exact,
         num_checkpoints=0 if facts.can_trim else checkpoints,
+        most_at_once=pictures.most_at_once,
     )
     options = DryRunOptions(
         workload=workload,
         worker_bytes=worker_bytes(),
         text_bytes=text_bytes_of(model),
         draft_bytes=bytes_beside(drafter, model, workload.ctx_size, parallel),
-        picture_bytes=picture_bytes_of(mmproj, model),
+        picture_bytes=pictures.num_bytes,
+        are_pictures_measured=pictures.is_measured,
         num_stages=stages,
         split=split,
         topology=None if topology is None else read_topology(topology),
@@ -210,6 +216,13 @@ def _without_a_mesh(
     return hosts_on_paper(hosts, equal_links(hosts, rtt_ms), facts)
 
 
+def _for_pictures(found: DryRun) -> str:
+    if not found.picture_bytes:
+        return ""
+    how = "measured" if found.are_pictures_measured else "estimated: --no-timing"
+    return f", and {format_size(found.picture_bytes)} for pictures ({how})"
+
+
 def print_plan(found: DryRun) -> None:
     """Print stages, hosts without stages, and the forecast."""
     # A model's name may contain brackets.
@@ -231,7 +244,7 @@ def print_plan(found: DryRun) -> None:
         f"{found.head}, the head: {format_size(found.worker_bytes + found.text_bytes)} for processes that "
         f"read texts and bodies, {format_size(found.text_bytes)} of it for the vocabulary"
         + (f", and {format_size(found.draft_bytes)} for the drafter" if found.draft_bytes else "")
-        + (f", and {format_size(found.picture_bytes)} for pictures" if found.picture_bytes else ""),
+        + _for_pictures(found),
         highlight=False,
         soft_wrap=True,
     )

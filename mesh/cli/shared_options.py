@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mesh.hub import HubReference, PulledModel
     from mesh.options.host import HostOptions
     from mesh.util.terminal import ProgressBars
+    from mesh.vision.projectors import PictureNeeds
     from spanmesh_proto.addresses import PortRange
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
@@ -381,23 +382,28 @@ def projector_for(wanted: str, model: Path, path: Path) -> str:
     return wanted if wanted == NONE else str(Path(wanted).absolute())
 
 
-def picture_bytes_of(wanted: str, model: Path) -> int:
-    """Memory that pictures take on the head's host with a projector; arguments and errors as `projector_for`.
+def picture_needs(wanted: str, model: Path, *, most_tokens: int, is_tried: bool) -> PictureNeeds:
+    """What pictures need with a projector; see `projector_for` and `needs_of`, whose errors it raises.
 
-    Raises:
-        InvalidModel: If the projector cannot be used with the model.
+    Args:
+        wanted: The option `--mmproj`.
+        model: The model.
+        most_tokens: The option `--image-max-tokens`.
+        is_tried: See `needs_of`.
     """
     from mesh.options.model import NONE  # noqa: PLC0415 - keeps --help quick
-    from mesh.vision.projectors import checked_picture_bytes  # noqa: PLC0415
+    from mesh.vision.projectors import PictureNeeds, needs_of  # noqa: PLC0415
 
     projector = projector_for(wanted, model, model)
-    return 0 if projector == NONE else checked_picture_bytes(Path(projector), model)
+    if projector == NONE:
+        return PictureNeeds()
+    return needs_of(Path(projector), model, most_tokens=most_tokens, is_tried=is_tried)
 
 
 def _projector_beside(model: Path, path: Path) -> str:
     from mesh.hub import is_reference, parse_reference  # noqa: PLC0415 - keeps --help quick
     from mesh.options.model import NONE  # noqa: PLC0415
-    from mesh.vision.projectors import checked_picture_bytes  # noqa: PLC0415
+    from mesh.vision.projectors import needs_of  # noqa: PLC0415
     from stages.vision.library import mtmd_path  # noqa: PLC0415
 
     if not is_reference(str(model)):
@@ -407,7 +413,7 @@ def _projector_beside(model: Path, path: Path) -> str:
         found = _pulled_projector(replace(parse_reference(str(model)), wanted=None))
         if found is None:
             return NONE
-        checked_picture_bytes(found, path)
+        needs_of(found, path)
     except MeshError as error:
         log.warning("pictures_off", model=str(model), reason=error.message)
         return NONE

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         HostStatus,
         KvDiskStatus,
         MeshStatus,
+        ModelDescription,
         RecordingStatus,
         SessionsStatus,
         SpeculationStatus,
@@ -64,7 +65,7 @@ def print_status(status: MeshStatus) -> None:
     if status.plan:
         console.print(f"plan: {status.plan}", highlight=False, soft_wrap=True)
     if model.projector is not None:
-        console.print(f"pictures: {model.projector}", highlight=False, soft_wrap=True)
+        console.print(_pictures(model), highlight=False, soft_wrap=True)
     console.print(_hosts(status.hosts))
     if status.stages:
         console.print(_stages(status.stages))
@@ -73,6 +74,14 @@ def print_status(status: MeshStatus) -> None:
     # Of one model everything is said above.
     if len(status.models) > 1:
         console.print(_models(status.models))
+
+
+def _pictures(model: ModelDescription) -> str:
+    """The projector of a model, where it computes, and the memory that it takes there."""
+    device = "" if model.projector_device is None else f"'s {model.projector_device}"
+    where = f"on {model.projector_host}{device}" if model.projector_host is not None else "on the head"
+    size = "" if model.projector_bytes is None else f", {format_size(model.projector_bytes)}"
+    return f"pictures: {model.projector} {where}{size}"
 
 
 def _hosts(hosts: Sequence[HostStatus]) -> Table:

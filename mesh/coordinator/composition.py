@@ -43,7 +43,7 @@ def plugs_of(
     """
     yield DiskPlug(has_windows=model.has_windows)
     if options.projector_path is not None:
-        yield ImagePlug()
+        yield ImagePlug(options.picture_rows_bytes)
     if options.checkpoints and not model.can_trim:
         yield CheckpointPlug(options.checkpoints)
     if feature_needs is not None:

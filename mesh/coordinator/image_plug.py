@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from spanmesh_proto import windows_pb2 as wire
     from spanmesh_proto.image_chunk import ImageChunk
 
-MOST_KEPT_BYTES: Final = 2**30
-"""Most bytes of rows that were sent."""
+_MOST_KEPT_BYTES: Final = 2**30
 # Chunks whose rows are loaded while those before them are sent.
 _NUM_AHEAD: Final = 1
 log = structlog.get_logger()
@@ -124,6 +123,11 @@ class ImageSession(SessionPlug):
         self._loading.clear()
         self._kept.drop(self._owner)
 
+    @property
+    def is_carried(self) -> bool:
+        """Whether the encoder has moved since the prompt was made."""
+        return any(each.is_carried() for each in self._inputs)
+
     def opening(self, message: wire.Open) -> None:
         """Name the chunks to the stages."""
         message.images.extend(chunk_to_wire(each.chunk) for each in self._inputs)
@@ -185,11 +189,11 @@ class ImagePlug(Plug):
     """Images of all sessions.
 
     Args:
-        most_kept_bytes: Most bytes of rows that are kept for replays.
+        most_kept_bytes: Most bytes of rows that are kept for replays; 1 GiB if None.
     """
 
-    def __init__(self, most_kept_bytes: int = MOST_KEPT_BYTES) -> None:
-        self._kept = KeptRows(most_kept_bytes)
+    def __init__(self, most_kept_bytes: int | None = None) -> None:
+        self._kept = KeptRows(_MOST_KEPT_BYTES if most_kept_bytes is None else most_kept_bytes)
         self._num_sessions = 0
 
     def in_session(self, generation: Generation, speculator: Speculator | None) -> ImageSession | None:

@@ -70,6 +70,11 @@ class SessionPlug:
         del start
         return False
 
+    @property
+    def is_carried(self) -> bool:
+        """Whether what it sent makes rows of the session others than their ids say; see `PrefixMatch`."""
+        return False
+
     def sending(self, window_id: int, plan: WindowPlan, message: wire.Window) -> None:
         """Add to a window that is about to leave what stages are to do beside it."""
 

@@ -122,7 +122,6 @@ class Session:
         crash_history: Crashes of stages during the session.
         was_under_way: Whether a window was in flight when it was suspended.
         is_slot_unknown: Whether a stage has failed on it, so that the content of its slot is unknown.
-        is_carried: See `PrefixMatch`.
     """
 
     def __init__(
@@ -172,7 +171,16 @@ class Session:
         self.crash_history = CrashHistory()
         self.was_under_way = False
         self.is_slot_unknown = False
-        self.is_carried = False
+        self._is_carried = False
+
+    @property
+    def is_carried(self) -> bool:
+        """See `PrefixMatch`."""
+        return self._is_carried or any(plug.is_carried for plug in self._plugs)
+
+    @is_carried.setter
+    def is_carried(self, is_carried: bool) -> None:
+        self._is_carried = is_carried
 
     @property
     def id(self) -> int:

@@ -109,6 +109,8 @@ class DryRunOptions:
     """Memory of the drafter on the head's host; of one beside the last stage, the model's facts have it."""
     picture_bytes: int = 0
     """Memory of the processes for pictures there."""
+    are_pictures_measured: bool = False
+    """Whether that was measured."""
     num_stages: int | None = None
     """Number of stages, or None for the planner's choice."""
     split: tuple[int, ...] | None = None
@@ -151,6 +153,8 @@ class DryRun:
     """Memory of the drafter there."""
     picture_bytes: int = 0
     """Memory of the processes for pictures there."""
+    are_pictures_measured: bool = False
+    """Whether that was measured."""
     context: ContextChoice | None = None
     """Choice of the context; None if one was asked for."""
     q8_0_cache_bytes: int | None = None
@@ -178,6 +182,7 @@ class DryRun:
                 "text_bytes": self.text_bytes,
                 "draft_bytes": self.draft_bytes,
                 "picture_bytes": self.picture_bytes,
+                "pictures_measured": self.are_pictures_measured,
             },
             "stages": [
                 {
@@ -295,6 +300,7 @@ def dry_run(
         text_bytes=options.text_bytes,
         draft_bytes=options.draft_bytes,
         picture_bytes=options.picture_bytes,
+        are_pictures_measured=options.are_pictures_measured,
         context=chosen,
         q8_0_cache_bytes=_q8_0_cache_bytes(sizes, placed, context),
     )
@@ -319,9 +325,11 @@ def _q8_0_cache_bytes(sizes: StageSizes, placed: Plan, context: PlanningContext)
 
 def _with_head(context: PlanningContext, options: DryRunOptions) -> PlanningContext:
     """The same hosts, the head's with what its processes for requests, and the drafter, leave."""
-    text_bytes = options.worker_bytes + options.text_bytes + options.picture_bytes
+    request_bytes = options.worker_bytes + options.text_bytes + options.picture_bytes
     hosts = [
-        replace(host, capacity=host.capacity.on_head(draft_bytes=options.draft_bytes, text_bytes=text_bytes))
+        replace(
+            host, capacity=host.capacity.on_head(draft_bytes=options.draft_bytes, request_bytes=request_bytes)
+        )
         if host.capacity.name == context.head
         else host
         for host in context.hosts

@@ -230,6 +230,16 @@ class ModelOptions(Options):
             "one beside a model of the hub, none reads text only.",
         ),
     ] = AUTO
+    mmproj_host: Annotated[
+        str,
+        Field(min_length=1, max_length=_MOST_CHARS),
+        Option(
+            section=SESSIONS,
+            metavar="HOST",
+            help="Host on which the projector computes, by its name; auto is one with a GPU for it, if there "
+            "is one, head the processors of the head, which take over while a host is lost.",
+        ),
+    ] = AUTO
     image_max_tokens: Annotated[
         int,
         Field(ge=1, le=4096),
@@ -239,6 +249,17 @@ class ModelOptions(Options):
             help="Most tokens of a picture, where the projector takes any size: larger ones are scaled down.",
         ),
     ] = 1024
+    picture_rows_bytes: Annotated[
+        int | None,
+        Field(ge=0, le=2**40),
+        Option(
+            section=SESSIONS,
+            kind="size",
+            metavar="SIZE",
+            help="Memory of the head for rows of pictures that were sent to stages; beyond it the oldest are "
+            "computed again if a stage is lost.  [default: 1G]",
+        ),
+    ] = None
     ctx_size: Annotated[
         int | None,
         Field(ge=16, le=2**31),

@@ -29,8 +29,8 @@ class HostCapacity:
     """Speed at which its processor reads weights."""
     draft_bytes: int = 0
     """Memory of a draft model besides, for messages."""
-    text_bytes: int = 0
-    """Memory of processes for texts and bodies besides, for messages."""
+    request_bytes: int = 0
+    """Memory of processes that read requests besides, for messages."""
     gpus: tuple[Gpu, ...] = ()
     """Its GPUs, each with the memory for stages."""
     gpu_layers: int | None = None
@@ -48,7 +48,7 @@ class HostCapacity:
     @cached_property
     def kind(self) -> HostCapacity:
         """The same without what does not matter for a plan: equal for interchangeable hosts."""
-        return replace(self, name="", draft_bytes=0, text_bytes=0, others_bytes=0)
+        return replace(self, name="", draft_bytes=0, request_bytes=0, others_bytes=0)
 
     @property
     def uses_gpus(self) -> bool:
@@ -103,21 +103,21 @@ class HostCapacity:
         gpus = tuple(replace(gpu, free_bytes=gpu.free_bytes - taken.get(gpu.name, 0)) for gpu in self.gpus)
         return replace(self, memory_bytes=self.memory_bytes - memory.total_bytes, gpus=gpus)
 
-    def on_head(self, *, draft_bytes: int = 0, text_bytes: int = 0) -> HostCapacity:
+    def on_head(self, *, draft_bytes: int = 0, request_bytes: int = 0) -> HostCapacity:
         """Capacity left by what a model takes on the head's host besides its stages.
 
         Args:
             draft_bytes: Memory of its draft model; where it is is unknown, so it counts everywhere.
-            text_bytes: Memory of processes for texts and bodies, in the host's own memory.
+            request_bytes: Memory of processes that read requests, in the host's own memory.
         """
         return replace(
-            self.reduced(draft_bytes=draft_bytes, text_bytes=text_bytes),
+            self.reduced(draft_bytes=draft_bytes, request_bytes=request_bytes),
             draft_bytes=draft_bytes,
-            text_bytes=text_bytes,
+            request_bytes=request_bytes,
         )
 
     def beside(
-        self, held: Collection[StageMemory], *, draft_bytes: int = 0, text_bytes: int = 0
+        self, held: Collection[StageMemory], *, draft_bytes: int = 0, request_bytes: int = 0
     ) -> HostCapacity:
         """Capacity left for one model beside others.
 
@@ -126,30 +126,30 @@ class HostCapacity:
         Args:
             held: Memory of their stages.
             draft_bytes: Memory of their draft models; where they are is unknown, so it counts everywhere.
-            text_bytes: Memory of processes for their texts.
+            request_bytes: Memory of processes that read their requests.
         """
-        if not held and not draft_bytes and not text_bytes:
+        if not held and not draft_bytes and not request_bytes:
             return self
         left = self.at_speed(self.fastest_gb_per_s / (1 + len(held)))
         for memory in held:
             left = left.without(memory)
         return replace(
-            left.reduced(draft_bytes=draft_bytes, text_bytes=text_bytes),
-            others_bytes=sum(memory.total_bytes for memory in held) + draft_bytes + text_bytes,
+            left.reduced(draft_bytes=draft_bytes, request_bytes=request_bytes),
+            others_bytes=sum(memory.total_bytes for memory in held) + draft_bytes + request_bytes,
         )
 
-    def reduced(self, *, draft_bytes: int, text_bytes: int) -> HostCapacity:
-        """Capacity left by draft models, wherever they are, and by processes for texts, on the host."""
+    def reduced(self, *, draft_bytes: int, request_bytes: int) -> HostCapacity:
+        """Capacity left by draft models, wherever they are, and by readers of requests, on the host."""
         gpus = tuple(
             replace(
                 gpu,
                 free_bytes=max(
-                    0, gpu.free_bytes - draft_bytes - (text_bytes if gpu.shares_host_memory else 0)
+                    0, gpu.free_bytes - draft_bytes - (request_bytes if gpu.shares_host_memory else 0)
                 ),
             )
             for gpu in self.gpus
         )
-        return replace(self, memory_bytes=max(0, self.memory_bytes - draft_bytes - text_bytes), gpus=gpus)
+        return replace(self, memory_bytes=max(0, self.memory_bytes - draft_bytes - request_bytes), gpus=gpus)
 
     @property
     def is_overdrawn(self) -> bool:
@@ -169,8 +169,8 @@ class HostCapacity:
         )
         draft = f" beside {format_size(self.draft_bytes)} for the draft model" if self.draft_bytes else ""
         texts = (
-            f" beside {format_size(self.text_bytes)} for reading texts and pictures"
-            if self.text_bytes
+            f" beside {format_size(self.request_bytes)} for reading texts and pictures"
+            if self.request_bytes
             else ""
         )
         others = f" beside {format_size(self.others_bytes)} of other models" if self.others_bytes else ""

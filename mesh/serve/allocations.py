@@ -47,8 +47,9 @@ class HostAllocations:
         pipeline: Pipeline,
         *,
         draft_bytes: int = 0,
-        text_bytes: int = 0,
+        request_bytes: int = 0,
         most_threads: int | None = None,
+        computes_at_times: bool = False,
     ) -> ModelAllocation:
         """Open the allocation of a model; see `ModelAllocation`."""
         allocation = ModelAllocation(
@@ -56,8 +57,9 @@ class HostAllocations:
             name,
             pipeline,
             draft_bytes=draft_bytes,
-            text_bytes=text_bytes,
+            request_bytes=request_bytes,
             most_threads=most_threads,
+            computes_at_times=computes_at_times,
         )
         self._allocations.append(allocation)
         return allocation
@@ -86,7 +88,7 @@ class HostAllocations:
         ]
 
     def held_bytes(self, member: Member, *, without: Collection[str] = ()) -> int:
-        """Bytes of a host's own memory that models take, with draft models, processes for texts and replicas.
+        """Bytes of a host's own memory that models take, with draft models, readers of requests and replicas.
 
         Args:
             member: The host.
@@ -94,7 +96,8 @@ class HostAllocations:
         """
         counted = [allocation for allocation in self._allocations if allocation.name not in without]
         on_head = (
-            self._worker_bytes + sum(allocation.draft_bytes + allocation.text_bytes for allocation in counted)
+            self._worker_bytes
+            + sum(allocation.draft_bytes + allocation.request_bytes for allocation in counted)
             if self.is_head(member)
             else 0
         )
@@ -107,7 +110,7 @@ class HostAllocations:
         )
 
     def capacity_without(
-        self, member: Member, gone: Collection[str], *, draft_bytes: int = 0, text_bytes: int = 0
+        self, member: Member, gone: Collection[str], *, draft_bytes: int = 0, request_bytes: int = 0
     ) -> HostCapacity:
         """Capacity of a host for a further model, once some models are unloaded; replicas give way to it.
 
@@ -115,10 +118,10 @@ class HostAllocations:
             member: The host.
             gone: Names of the models that are unloaded by then.
             draft_bytes: Memory of the further model's draft model, on the head.
-            text_bytes: Memory of its vocabulary in processes for texts, on the head.
+            request_bytes: Memory of the processes that read its requests, on the head.
         """
         staying = [allocation for allocation in self._allocations if allocation.name not in gone]
-        return self.capacity_beside(member, staying, draft_bytes=draft_bytes, text_bytes=text_bytes)
+        return self.capacity_beside(member, staying, draft_bytes=draft_bytes, request_bytes=request_bytes)
 
     def capacity_beside(
         self,
@@ -126,7 +129,7 @@ class HostAllocations:
         others: Sequence[ModelAllocation],
         *,
         draft_bytes: int,
-        text_bytes: int,
+        request_bytes: int,
         beside_replicas: bool = False,
     ) -> HostCapacity:
         """Capacity of a host for one model beside others.
@@ -135,23 +138,30 @@ class HostAllocations:
             member: The host.
             others: Allocations of the other models.
             draft_bytes: Memory of the model's draft model, on the head.
-            text_bytes: Memory of its vocabulary in processes for texts, on the head.
+            request_bytes: Memory of the processes that read its requests, on the head.
             beside_replicas: Whether replicas of the others keep their memory.
         """
         host = member.facts.capacity(member.name)
         drafts = texts = 0
         if self.is_head(member):
-            host = host.on_head(draft_bytes=draft_bytes, text_bytes=self._worker_bytes + text_bytes)
+            host = host.on_head(draft_bytes=draft_bytes, request_bytes=self._worker_bytes + request_bytes)
             drafts = sum(other.draft_bytes for other in others)
-            texts = sum(other.text_bytes for other in others)
-        held = [placement.memory for other in others for placement in other.pipeline.held_on(member.name)]
+            texts = sum(other.request_bytes for other in others)
+        held = []
+        for other in others:
+            memory = [placement.memory for placement in other.pipeline.held_on(member.name)]
+            if other.computes_at_times:
+                for each in memory:
+                    host = host.without(each)
+            else:
+                held += memory
         if beside_replicas:
             held += [
                 replica.config.memory
                 for other in others
                 for replica in other.pipeline.replicas_on(member.name)
             ]
-        return host.beside(held, draft_bytes=drafts, text_bytes=texts)
+        return host.beside(held, draft_bytes=drafts, request_bytes=texts)
 
     def capacity_for_stages(self, member: Member) -> HostCapacity:
         """Capacity of a host for the stages and replicas of all models together."""
@@ -160,7 +170,8 @@ class HostAllocations:
             return host
         return host.on_head(
             draft_bytes=sum(allocation.draft_bytes for allocation in self._allocations),
-            text_bytes=self._worker_bytes + sum(allocation.text_bytes for allocation in self._allocations),
+            request_bytes=self._worker_bytes
+            + sum(allocation.request_bytes for allocation in self._allocations),
         )
 
     def _named(self, allocation: ModelAllocation, what: str) -> str:
@@ -175,8 +186,10 @@ class ModelAllocation:
         name: Model name for clients.
         pipeline: Stages and replicas of the model.
         draft_bytes: Memory of its draft model, on the head.
-        text_bytes: Memory of its vocabulary in all processes for texts, on the head.
+        request_bytes: Memory of the processes that read its requests, on the head: vocabulary, projector.
         most_threads: Threads of each host for this model; None for those that no other model computes with.
+        computes_at_times: Whether it leaves all threads, and the speed of its host, to the others, since it
+            seldom computes.
 
     Attributes:
         noted: Its stages as last announced to all hosts.
@@ -191,14 +204,16 @@ class ModelAllocation:
         pipeline: Pipeline,
         *,
         draft_bytes: int = 0,
-        text_bytes: int = 0,
+        request_bytes: int = 0,
         most_threads: int | None = None,
+        computes_at_times: bool = False,
     ) -> None:
+        self.computes_at_times = computes_at_times
         self._allocations = allocations
         self.name = name
         self.pipeline = pipeline
         self.draft_bytes = draft_bytes
-        self.text_bytes = text_bytes
+        self.request_bytes = request_bytes
         self._most_threads = most_threads
         self.noted: tuple[StagePlacement, ...] = ()
         self.attention_version: int | None = None
@@ -222,6 +237,7 @@ class ModelAllocation:
         taken = sum(
             handle.config.options.num_threads
             for other in self._others()
+            if not other.computes_at_times
             for handle in (*other.pipeline.handles, *other.pipeline.loading)
             if handle.member.name == member.name
         )
@@ -262,7 +278,7 @@ class ModelAllocation:
             member,
             tuple(self._others()),
             draft_bytes=self.draft_bytes,
-            text_bytes=self.text_bytes,
+            request_bytes=self.request_bytes,
             beside_replicas=beside_replicas,
         )
         return host if self.attention_version is None else host.kept_to(self.attention_version)

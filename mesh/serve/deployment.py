@@ -140,7 +140,7 @@ class ModelDeployment:
             model.name,
             model.pipeline,
             draft_bytes=known.draft_bytes,
-            text_bytes=known.text_bytes,
+            request_bytes=known.request_bytes,
             most_threads=None if model.load_request is None else model.load_request.threads,
         )
         self._planning = InitialPlacement(options, known, head, self._allocation, self._announce)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 import structlog
 
@@ -12,7 +12,7 @@ from mesh.serve.stage_handle import StageLoss
 from spanmesh_proto.errors import ClusterError, JoinError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 
     from mesh.cluster.members import Member, Members
     from mesh.cluster.membership_server import MembershipService
@@ -26,6 +26,26 @@ _POLL_S: Final = 1.0
 _EVICTED: Final = StageLoss("its host was evicted")
 
 log = structlog.get_logger()
+
+
+class WithIncidents(Protocol):
+    """State of a model that has failures."""
+
+    @property
+    def incidents(self) -> Incidents:
+        """They."""
+
+
+class OnHosts(Protocol):
+    """A model that hosts hold."""
+
+    @property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """All that it has on hosts."""
+
+    @property
+    def state(self) -> WithIncidents:
+        """Its state."""
 
 
 class HostDraining:
@@ -199,3 +219,10 @@ class HostDraining:
         drain = self._drains.pop(member.ray_node_name, None)
         if drain is not None and not drain.done():
             drain.set_result(None)
+
+
+def pipelines_of(models: Iterable[OnHosts]) -> Iterator[tuple[Pipeline, Incidents]]:
+    """All that models have on hosts, each with the failures of its model."""
+    for model in models:
+        for pipeline in model.pipelines:
+            yield pipeline, model.state.incidents

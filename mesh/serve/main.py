@@ -16,15 +16,16 @@ from mesh.cluster.discovery import announced, heads_found
 from mesh.metrics.tracing import closing, open_tracer
 from mesh.serve.address_watch import address_watched
 from mesh.serve.allocations import HostAllocations
+from mesh.serve.api_models import ApiModelRegistry
 from mesh.serve.deployment import ModelDeployment
 from mesh.serve.head import Head, open_head
 from mesh.serve.head_failover import head_state, kill_unrecorded_actors
 from mesh.serve.head_identity import open_identity, starting_identity
 from mesh.serve.head_state import open_head_state
-from mesh.serve.host_draining import HostDraining
+from mesh.serve.host_draining import HostDraining, pipelines_of
 from mesh.serve.host_inspection import Inspection
 from mesh.serve.model_coordinator import open_parts
-from mesh.serve.model_registry import ApiModelRegistry, ModelRegistry
+from mesh.serve.model_registry import ModelRegistry
 from mesh.serve.on_demand.library import Library
 from mesh.serve.on_demand.loader import OnDemandLoader
 from mesh.serve.on_demand.policy import DemandRules
@@ -33,6 +34,7 @@ from mesh.serve.options import fitted_to
 from mesh.serve.served_model import backend_of, opened_model
 from mesh.serve.startup_message import print_join_line, print_served
 from mesh.serve.status import HeadParts, MeshState, link_runs_of
+from mesh.serve.vision.hosting import EncoderHosting, hosted_encoder
 from mesh.text.text_service import worker_bytes
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError
@@ -40,13 +42,11 @@ from stages.gguf import model_name
 from stages.weights.virtual_stages import StageCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from mesh.options.host import HeadOptions
-    from mesh.serve.failures import Incidents
     from mesh.serve.head_state import HeadStateWriter
     from mesh.serve.model_coordinator import CoordinatorParts
-    from mesh.serve.pipeline import Pipeline
     from mesh.serve.preflight import Preflight
     from mesh.serve.served_model import ServedModel
     from mesh.util.tasks import Interruption
@@ -85,11 +85,12 @@ class _Mesh:
         self._first = first
         self._head = head
         self._state_writer = state_writer
+        self._encoder: EncoderHosting | None = None
         allocations = HostAllocations(head.is_own, worker_bytes=worker_bytes())
         host_draining = HostDraining(
             head.members,
             head.service,
-            self._pipelines,
+            lambda: pipelines_of((first, *self.models)),
             on_new_token=self._announce_token,
             clock_s=time.monotonic,
             until_written=state_writer.written,
@@ -106,6 +107,7 @@ class _Mesh:
             can_adopt=head.former is not None,
             until_written=state_writer.written,
         )
+        self._hosting = hosted_encoder(first, head, cache, allocations, host_draining, term=state_writer.term)
         # Opens the first of all allocations: the first model's precede those of models loaded later.
         self._deployment = ModelDeployment(
             first,
@@ -116,7 +118,7 @@ class _Mesh:
             parts=parts,
             former=head.former,
             term=state_writer.term,
-            before_planning=self.models.settled,
+            before_planning=self._before_planning,
         )
         self._on_demand = _on_demand(options, first, head, allocations, self.models)
         first.state.head = HeadParts(
@@ -124,7 +126,9 @@ class _Mesh:
             survey=head.survey,
             allocations=allocations,
             inspection=Inspection(
-                head.driver, head.members, lambda: (pipeline for pipeline, _incidents in self._pipelines())
+                head.driver,
+                head.members,
+                lambda: (pipeline for model in (first, *self.models) for pipeline in model.pipelines),
             ),
             host_draining=host_draining,
             models=self.models,
@@ -144,8 +148,17 @@ class _Mesh:
         Raises:
             MeshError: Any error of the first model's deployment, or if Ray ended.
         """
+        async with self._hosting as self._encoder:
+            await self._run(on_served)
+
+    async def _run(self, on_served: Callable[[], None]) -> None:
+        def on_first_served() -> None:
+            on_served()
+            if self._encoder is not None:
+                self._encoder.begin()
+
         await first_of(
-            self._deployment.run(on_served),
+            self._deployment.run(on_first_served),
             self.models.run(),
             self._state_writer.keep_written(
                 lambda: head_state(
@@ -160,10 +173,10 @@ class _Mesh:
             *(() if self._on_demand is None else (self._on_demand.run(),)),
         )
 
-    def _pipelines(self) -> Iterator[tuple[Pipeline, Incidents]]:
-        yield self._first.pipeline, self._first.state.incidents
-        for model in self.models:
-            yield model.pipeline, model.state.incidents
+    async def _before_planning(self) -> None:
+        await self.models.settled()
+        if self._encoder is not None:
+            await self._encoder.decided()
 
     def _announce_token(self) -> None:
         print_join_line(self._head)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 import structlog
 
 from mesh.serve.deployment import ModelDeployment
-from mesh.serve.embeddings.deployment import EmbeddingDeployment
+from mesh.serve.embeddings.deployment import embedding_deployment
 from mesh.serve.embeddings.model import EmbeddingModel, check_embedding_model, new_embedding_model
 from mesh.serve.head_failover import end_ring, saved_model
 from mesh.serve.head_state import SavedModel
 from mesh.serve.model_coordinator import open_parts
-from mesh.serve.served_model import backend_of, checked_load, drained, opened_model
+from mesh.serve.served_model import checked_load, drained, opened_model
+from mesh.serve.vision.hosting import hosted_encoder
 from mesh.util.tasks import entered_in_thread
 from spanmesh_proto.errors import (
     ClusterError,
@@ -31,10 +32,9 @@ from stages.cancellable_work import CancellableWork
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from mesh.api.backend import Backends
-    from mesh.embedding.registry import EmbeddingBackend
     from mesh.options.model import LoadRequest
     from mesh.serve.allocations import HostAllocations
+    from mesh.serve.api_models import ApiModelRegistry
     from mesh.serve.head import Head
     from mesh.serve.host_draining import HostDraining
     from mesh.serve.served_model import ServedModel
@@ -349,8 +349,20 @@ class ModelRegistry:
                 name, options, known, load_request=load_request, transfers=self._first.state.transfers
             ) as model,
             entered_in_thread(open_parts(options, known)) as parts,
+            hosted_encoder(
+                model, self._head, self._cache, self._allocations, self._host_draining, term=self._term
+            ) as encoder,
         ):
             slot.model = model
+
+            async def before_planning() -> None:
+                await self._turn(slot)
+                await encoder.decided()
+
+            def on_served() -> None:
+                self._on_served(slot)
+                encoder.begin()
+
             try:
                 await self._api_models.add(model)
                 deployment = ModelDeployment(
@@ -362,9 +374,9 @@ class ModelRegistry:
                     parts=parts,
                     former=slot.former,
                     term=self._term,
-                    before_planning=lambda: self._turn(slot),
+                    before_planning=before_planning,
                 )
-                await deployment.run(lambda: self._on_served(slot))
+                await deployment.run(on_served)
             finally:
                 slot.is_serving = False
                 self._api_models.remove(name)
@@ -375,7 +387,7 @@ class ModelRegistry:
         load_request = slot.load_request
         known = await CancellableWork().run(lambda: check_embedding_model(load_request))
         slot.model = model = new_embedding_model(name, load_request, known, self._first.state.transfers)
-        deployment = EmbeddingDeployment(
+        deployment = embedding_deployment(
             model,
             self._head,
             self._cache,
@@ -414,31 +426,6 @@ class ModelRegistry:
         """End the stages of a former head's model that are not taken over."""
         if former is not None:
             end_ring(self._head.driver, former)
-
-
-class ApiModelRegistry:
-    """Models of the API besides the first.
-
-    Args:
-        backends: Backends of the API.
-    """
-
-    def __init__(self, backends: Backends) -> None:
-        self._backends = backends
-
-    async def add(self, model: ServedModel) -> None:
-        """Route requests that name the model to it; while it loads they get 503."""
-        backend = backend_of(model, self._backends.first.api)
-        await backend.texts.check(backend.now())
-        self._backends.add(backend)
-
-    def add_embeddings(self, backend: EmbeddingBackend) -> None:
-        """Route requests for vectors that name the model to it; while it loads they get 503."""
-        self._backends.embeddings.add(backend)
-
-    def remove(self, name: str) -> None:
-        """Stop routing requests to the model. Later calls have no effect."""
-        self._backends.remove(name)
 
 
 def _description(model: ServedModel | EmbeddingModel) -> dict[str, Any]:

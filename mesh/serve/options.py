@@ -12,6 +12,7 @@ from mesh.options.model import model_options_in
 from mesh.placement.context_choice import least_context
 from mesh.vision.projectors import checked_picture_bytes
 from spanmesh_proto.errors import ClusterError
+from stages.vision.projector import ProjectorOptions
 
 if TYPE_CHECKING:
     from mesh.options.host import HeadOptions
@@ -76,7 +77,18 @@ def picture_bytes_for(options: HeadOptions) -> int:
         ClusterError: If libmtmd is missing.
     """
     path = options.projector_path
-    return 0 if path is None else checked_picture_bytes(path, options.model)
+    return 0 if path is None else checked_picture_bytes(projector_options(options, path, num_threads=1))
+
+
+def projector_options(options: HeadOptions, path: Path, *, num_threads: int) -> ProjectorOptions:
+    """Settings of a model's projector on the head.
+
+    Args:
+        options: Options of the model.
+        path: The projector.
+        num_threads: Threads of the processor.
+    """
+    return ProjectorOptions(str(path), str(options.model), num_threads, most_tokens=options.image_max_tokens)
 
 
 def fitted_to(options: HeadOptions, model: ModelFacts) -> HeadOptions:

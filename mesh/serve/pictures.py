@@ -8,17 +8,23 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from mesh.serve.options import projector_options
+from mesh.serve.pipeline import Pipeline
 from mesh.vision.encoder import EncoderProcess
 from mesh.vision.pictures import ModelPictures
+from mesh.vision.placed_encoder import PlacedEncoder
+from mesh.vision.projectors import encoder_sizes
 from spanmesh_proto.errors import InvalidModel
 from stages.transport.channels import MAX_MESSAGE_BYTES
-from stages.vision.projector import ProjectorOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from mesh.options.host import HeadOptions
+    from mesh.placement.encoder_host import EncoderSizes
     from mesh.serve.preflight import Preflight
+    from mesh.status import ModelDescription
+    from stages.vision.projector import ProjectorOptions
 
 _F32_BYTES: Final = 4
 
@@ -31,8 +37,33 @@ class ServedPictures:
 
     pictures: ModelPictures
     """Turns them into rows."""
-    projector: str
-    """Name of the projector's file."""
+    placed: PlacedEncoder
+    """Its encoder, wherever that is."""
+    options: ProjectorOptions
+    """Settings of the projector on the head."""
+    sizes: EncoderSizes
+    """Sizes of the projector."""
+    pipeline: Pipeline
+    """The encoder on another host, as one stage; empty while the head encodes."""
+
+    @classmethod
+    def of(cls, encoder: EncoderProcess) -> ServedPictures:
+        """Pictures whose encoder is a process of the head, for the time being."""
+        placed = PlacedEncoder(encoder)
+        sizes = encoder_sizes(encoder.options)
+        return cls(ModelPictures(placed), placed, encoder.options, sizes, Pipeline())
+
+    def describe(self, model: ModelDescription) -> ModelDescription:
+        """The description of a model with its projector, and where that is."""
+        handle = next(iter(self.pipeline.handles), None)
+        memory = self.sizes.memory if handle is None else handle.config.memory
+        return replace(
+            model,
+            projector=self.sizes.name,
+            projector_host=None if handle is None else handle.member.name,
+            projector_device=memory.gpus[0].device if memory.gpus else None,
+            projector_bytes=memory.total_bytes,
+        )
 
 
 @asynccontextmanager
@@ -59,14 +90,7 @@ async def open_pictures(
     if path is None:
         yield None, known
         return
-    encoder = EncoderProcess(
-        ProjectorOptions(
-            str(path),
-            str(options.model),
-            num_threads=known.facts.num_threads,
-            most_tokens=options.image_max_tokens,
-        )
-    )
+    encoder = EncoderProcess(projector_options(options, path, num_threads=known.facts.num_threads))
     try:
         facts = await encoder.facts()
         most_at_once = facts.most_at_once
@@ -78,6 +102,6 @@ async def open_pictures(
             )
         log.info("pictures_on", model=known.model.name, projector=path.name, kind=facts.kind)
         workload = replace(known.workload, most_at_once=most_at_once)
-        yield ServedPictures(ModelPictures(encoder), path.name), replace(known, workload=workload)
+        yield ServedPictures.of(encoder), replace(known, workload=workload)
     finally:
         encoder.close()

@@ -67,7 +67,7 @@ class Preflight:
     """Stamps of the model's files when they were read."""
     draft_bytes: int = 0
     """Memory of the draft model on this host."""
-    text_bytes: int = 0
+    request_bytes: int = 0
     """Memory of the processes on this host that read its texts and pictures."""
     draft_ctx_size: int = 0
     """Positions of one session of the draft model; beyond them nothing is drafted."""
@@ -186,8 +186,8 @@ def check_model(
     if options.topology is not None:
         options.topology.check(model)
     facts = facts_of_host()
-    text_bytes = text_bytes_of(options.model) + picture_bytes_for(options)
-    free_bytes = facts.memory_bytes - taken_bytes - text_bytes
+    request_bytes = text_bytes_of(options.model) + picture_bytes_for(options)
+    free_bytes = facts.memory_bytes - taken_bytes - request_bytes
     draft_ctx_size = _draft_ctx_size(options, drafter, StageSizes(model, workload), free_bytes)
     return Preflight(
         model,
@@ -197,7 +197,7 @@ def check_model(
         facts,
         stamps,
         _draft_bytes(options, drafter, draft_ctx_size, free_bytes),
-        text_bytes,
+        request_bytes,
         draft_ctx_size,
         drafter,
     )
@@ -254,7 +254,7 @@ def placed(
 def own_capacity(name: str, known: Preflight) -> HostCapacity:
     """Capacity of this host for the planner."""
     return known.facts.capacity(name).on_head(
-        draft_bytes=known.draft_bytes, text_bytes=worker_bytes() + known.text_bytes
+        draft_bytes=known.draft_bytes, request_bytes=worker_bytes() + known.request_bytes
     )
 
 

@@ -59,6 +59,11 @@ class ServedModel:
     pictures: ServedPictures | None = None
     """How it reads pictures; None for text only."""
 
+    @property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """All that it has on hosts: its stages, and its encoder of pictures."""
+        return (self.pipeline, *(() if self.pictures is None else (self.pictures.pipeline,)))
+
 
 async def checked_load(
     load_request: LoadRequest, first: ServedModel, *, taken_bytes: int = 0
@@ -108,7 +113,7 @@ def new_model(
         speculation_mode=options.speculate,
         num_checkpoints=0 if known.model.can_trim else options.checkpoints,
         transfers=transfers or Transfers(),
-        projector=None if pictures is None else pictures.projector,
+        describe_pictures=None if pictures is None else pictures.describe,
     )
     setup = setup_of(options, known)
     return ServedModel(name, options, known, engine, state, pipeline, setup, load_request, pictures)

@@ -15,7 +15,7 @@ from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.cancellable_work import CancellableWork, in_own_thread
 from stages.gguf import part_paths
 from stages.runtime.stage_runtime import RuntimeOptions
-from stages.serving.actor import AssistantFile, StageConfig
+from stages.serving.actor import SecondFile, StageConfig
 from stages.weights.assembly import Transfer
 from stages.weights.hashing import stamps_of
 
@@ -246,7 +246,7 @@ class StageMaker:
             mesh_key=credentials.mesh_key,
             hidden_type=wire,
             kv_disk_bytes=self._options.kv_disk_bytes or 0,
-            assistant=None if assistant is None else self._beside(member, assistant),
+            second_file=None if assistant is None else self._beside(member, assistant),
         )
         return StageHandle(
             self._head.driver, self._head.authority, config, member, on_transfer=self._transfers.note
@@ -266,10 +266,10 @@ class StageMaker:
         source = replace(self._head.source_for(member), hub=options.hub, is_hub_first=options.hub_first)
         return self._on_own_disk(member, recipe, source)
 
-    def _beside(self, member: Member, assistant: Recipe) -> AssistantFile:
+    def _beside(self, member: Member, assistant: Recipe) -> SecondFile:
         """The assistant's file for a stage; the hub of the model does not have it."""
         source = self._on_own_disk(member, assistant, self._head.source_for(member))
-        return AssistantFile(assistant.sha256, source)
+        return SecondFile(assistant.sha256, source)
 
     def _on_own_disk(self, member: Member, recipe: Recipe | None, source: FetchSource) -> FetchSource:
         if recipe is None or not self._head.is_own(member):

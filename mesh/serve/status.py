@@ -34,7 +34,7 @@ from spanmesh_proto.errors import ClusterError
 from stages.runtime.llama_libraries import attention_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mesh.api.head_services import DrafterAdmin, ModelAdmin, OnDemandModels
     from mesh.cluster.link_probe import LinkSurvey
@@ -98,8 +98,8 @@ class MeshState:
     """Proposers that are allowed."""
     num_checkpoints: int = 0
     """Checkpoints of each session, in models with recurrent layers."""
-    projector: str | None = None
-    """Name of the file with which it reads pictures; None for text only."""
+    describe_pictures: Callable[[ModelDescription], ModelDescription] | None = None
+    """Adds its projector to its description; None for text only."""
     transfers: Transfers = field(default_factory=Transfers)
     """Weights sent to hosts."""
     incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
@@ -138,19 +138,19 @@ class MeshState:
                 speculation.reason = speculation_refusal(
                     model, self.num_checkpoints, is_exact=self.numeric_mode == "exact"
                 )
+        described = ModelDescription(
+            name=model.name,
+            architecture=model.architecture,
+            layers=model.n_layers,
+            file_bytes=model.file_bytes,
+            context=self.engine.context_length,
+            numeric_mode=self.numeric_mode,
+        )
         return replace(
             status,
             version=SOFTWARE_VERSION,
             protocol_version=PROTOCOL_VERSION,
-            model=ModelDescription(
-                name=model.name,
-                architecture=model.architecture,
-                layers=model.n_layers,
-                file_bytes=model.file_bytes,
-                context=self.engine.context_length,
-                numeric_mode=self.numeric_mode,
-                projector=self.projector,
-            ),
+            model=described if self.describe_pictures is None else self.describe_pictures(described),
             phase=self.phase,
             ready=self.engine.is_ready,
             plan=self.plan_reason,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mesh.tuning.conversation_file import read_conversation, read_tokens
@@ -44,7 +44,7 @@ class RecordedAnswer:
     @property
     def prompt_id(self) -> str:
         """Name of its prompt; its own where that has none."""
-        return self.info.prompt_id or str(self.path)
+        return _prompt_name(self.info, self.path)
 
     @property
     def prompt(self) -> int:
@@ -134,7 +134,7 @@ class AnswerCounts:
         except ModelError:
             return None
         info = found.info
-        prompt = prompt_hash(info.prompt_id or str(path))
+        prompt = prompt_hash(_prompt_name(info, path))
         return _Counted(info.key_digest, found.num_answer_tokens, prompt, info.time_s)
 
 
@@ -160,6 +160,14 @@ class Split:
     """For the report."""
 
 
+class _Read(NamedTuple):
+    """What is kept of a file; fields as those of `RecordedAnswer`."""
+
+    path: Path
+    info: ConversationInfo
+    token_ids: NDArray[np.int32]
+
+
 def index_answers(
     folders: Sequence[Path], wanted: RecordingHeader, choice: AnswerChoice | None = None
 ) -> AnswerIndex:
@@ -173,7 +181,7 @@ def index_answers(
     Raises:
         ModelError: If one is of another model or layers, or none has a conversation.
     """
-    found: list[RecordedAnswer] = []
+    found: list[_Read] = []
     num_dropped = 0
     for folder in folders:
         require_same(read_recording_header(folder), wanted, folder)
@@ -185,13 +193,15 @@ def index_answers(
             except ModelError:
                 num_dropped += 1
                 continue
-            found.append(RecordedAnswer(path, conversation.info, conversation.token_ids, frozenset()))
+            found.append(_Read(path, conversation.info, conversation.token_ids))
     if not found:
         dropped = f" that is whole, and {num_dropped} that are damaged" if num_dropped else ""
         raise ModelError(
             f"{', '.join(map(str, folders))}: no conversation{dropped}; record some with `mesh draft record`"
         )
-    return AnswerIndex(wanted.shape, _with_prompts(found), num_dropped)
+    prompts = _prompts_of(found)
+    answers = tuple(RecordedAnswer(*read, names) for read, names in zip(found, prompts, strict=True))
+    return AnswerIndex(wanted.shape, answers, num_dropped)
 
 
 def prompt_hash(prompt_id: str) -> int:
@@ -228,8 +238,13 @@ def split_by_prompt(answers: Sequence[RecordedAnswer], known: Collection[int]) -
     return Split(of({*learned_before, *hashes} - held - watched), of(watched), of(held))
 
 
-def _with_prompts(answers: Sequence[RecordedAnswer]) -> tuple[RecordedAnswer, ...]:
-    """Answers with all names of their prompts; the same tokens asked under two names are one prompt."""
+def _prompt_name(info: ConversationInfo, path: Path) -> str:
+    """Name of the prompt of a conversation; its file's where that has none."""
+    return info.prompt_id or str(path)
+
+
+def _prompts_of(answers: Sequence[_Read]) -> list[frozenset[int]]:
+    """Hashes of all names of each answer's prompt; the same tokens asked under two names are one prompt."""
     roots: dict[int, int] = {}
     first: dict[bytes, int] = {}
 
@@ -238,7 +253,7 @@ def _with_prompts(answers: Sequence[RecordedAnswer]) -> tuple[RecordedAnswer, ..
             roots[of] = of = roots[roots[of]]
         return of
 
-    hashes = [prompt_hash(answer.prompt_id) for answer in answers]
+    hashes = [prompt_hash(_prompt_name(answer.info, answer.path)) for answer in answers]
     for answer, own in zip(answers, hashes, strict=True):
         roots.setdefault(own, own)
         asked = answer.token_ids[: answer.info.answer_start].tobytes()
@@ -247,7 +262,4 @@ def _with_prompts(answers: Sequence[RecordedAnswer]) -> tuple[RecordedAnswer, ..
     names: dict[int, set[int]] = defaultdict(set)
     for each in roots:
         names[root(each)].add(each)
-    return tuple(
-        replace(answer, prompts=frozenset(names[root(own)]))
-        for answer, own in zip(answers, hashes, strict=True)
-    )
+    return [frozenset(names[root(own)]) for own in hashes]

@@ -26,6 +26,8 @@ def handle(header: bytes, payload: bytes) -> bytes:
         match job["kind"]:
             case "facts":
                 return packed_answer(asdict(projector.facts))
+            case "memory":
+                return packed_answer(asdict(projector.measured()))
             case "parts":
                 return packed_answer({"parts": projector.parts(job["width"], job["height"]).told()})
             case "encode":

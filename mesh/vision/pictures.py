@@ -39,6 +39,8 @@ class PictureLayout:
     load: Callable[[int], Awaitable[NDArray[np.float32]]]
     """Rows of the chunk of this number: float32 (num_rows, width). Encodes the picture, which may fail with a
     `MeshError`; what it is asked for again, it encodes again."""
+    is_carried: Callable[[], bool]
+    """Whether rows that were loaded are of another encoder than the one that the ids name: it has moved."""
 
 
 class _Key(NamedTuple):
@@ -47,6 +49,7 @@ class _Key(NamedTuple):
     client: str | None
     sha256: bytes
     most_side: int
+    identity: str
 
 
 class ModelPictures:
@@ -83,30 +86,30 @@ class ModelPictures:
             Overloaded: If too many pictures wait.
             MeshError: If the projector does not compute.
         """
-        key = _Key(client, await asyncio.to_thread(lambda: hashlib.sha256(data).digest()), most_side)
+        identity = (await self._encoder.facts()).identity
+        sha256 = await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
+        key = _Key(client, sha256, most_side, identity)
         known = self._known.get(key)
         if known is None:
-            known = await self._read(data, most_side, client, param)
+            known = await self._read(data, most_side, identity, client, param)
             self._remember(key, known)
         else:
             self._known.move_to_end(key)
         ids, parts = known
         read = partial(self._reader.read, data, client=client, most_side=most_side)
-        rows = _Rows(self._encoder, read, parts)
-        return PictureLayout(ids, parts.chunks, partial(rows.load, client))
+        rows = _Rows(self._encoder, read, parts, identity)
+        return PictureLayout(ids, parts.chunks, partial(rows.load, client), lambda: rows.is_carried)
 
     async def _read(
-        self, data: bytes, most_side: int, client: str | None, param: str | None
+        self, data: bytes, most_side: int, identity: str, client: str | None, param: str | None
     ) -> tuple[tuple[int, ...], PictureParts]:
         picture = await self._reader.read(data, client=client, most_side=most_side, param=param)
-        facts = await self._encoder.facts()
         try:
             parts = await self._parts(picture.width, picture.height, client)
         except InvalidRequest as error:
             error.param = param
             raise
-        identity = bytes.fromhex(facts.identity)
-        return await asyncio.to_thread(ids_of, identity, picture, parts), parts
+        return await asyncio.to_thread(ids_of, bytes.fromhex(identity), picture, parts), parts
 
     async def _parts(self, width: int, height: int, client: str | None) -> PictureParts:
         known = self._sizes.get((width, height))
@@ -133,11 +136,21 @@ class _Rows:
         encoder: The model's projector.
         read: Decodes the picture.
         parts: Its parts.
+        identity: That of the projector which its ids name.
+
+    Attributes:
+        is_carried: See `PictureLayout.is_carried`.
     """
 
     def __init__(
-        self, encoder: PictureEncoder, read: Callable[[], Awaitable[Picture]], parts: PictureParts
+        self,
+        encoder: PictureEncoder,
+        read: Callable[[], Awaitable[Picture]],
+        parts: PictureParts,
+        identity: str,
     ) -> None:
+        self.is_carried = False
+        self._identity = identity
         self._encoder = encoder
         self._read = read
         self._parts = parts
@@ -149,8 +162,9 @@ class _Rows:
         """See `PictureLayout.load`."""
         async with self._lock:
             if number not in self._encoded:
-                rows = await self._encoder.encode(await self._read(), self._parts, client=client)
-                self._encoded = dict(enumerate(rows))
+                encoded = await self._encoder.encode(await self._read(), self._parts, client=client)
+                self.is_carried |= encoded.identity != self._identity
+                self._encoded = dict(enumerate(encoded.chunks))
             # They are asked for in order: those before it are cached elsewhere.
             self._encoded = {each: rows for each, rows in self._encoded.items() if each >= number}
             return self._encoded.pop(number)

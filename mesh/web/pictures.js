@@ -7,6 +7,7 @@ const MOST_SIDE = 1536;
 const QUALITY = 0.85;
 // Of one message; the server takes no more.
 const MOST_PICTURES = 8;
+const TEXT_ONLY = "This model reads text only: choose one that reads pictures, or serve this one with --mmproj.";
 
 /** Pictures of the message that is being written. */
 export class PictureTray {
@@ -26,9 +27,12 @@ export class PictureTray {
       this.#add([...files.files]);
       files.value = "";
     });
-    area.addEventListener("dragover", (event) => {
-      if (this.#isAllowed && event.dataTransfer.types.includes("Files")) event.preventDefault();
-    });
+    // The browser would leave the page for a file that is dropped anywhere on it.
+    for (const kind of ["dragover", "drop"]) {
+      window.addEventListener(kind, (event) => {
+        if (event.dataTransfer?.types.includes("Files")) event.preventDefault();
+      });
+    }
     area.addEventListener("drop", (event) => this.#take(event, event.dataTransfer));
     area.addEventListener("paste", (event) => this.#take(event, event.clipboardData));
   }
@@ -60,9 +64,10 @@ export class PictureTray {
   // A text is pasted as ever, also where a program put a picture of it beside it.
   #take(event, transfer) {
     const files = [...(transfer?.files ?? [])];
-    if (!this.#isAllowed || !files.length || transfer.types.includes("text/plain")) return;
+    if (!files.length || transfer.types.includes("text/plain")) return;
     event.preventDefault();
-    this.#add(files);
+    if (this.#isAllowed) this.#add(files);
+    else this.#said(TEXT_ONLY);
   }
 
   #add(files) {

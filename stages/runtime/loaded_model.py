@@ -44,6 +44,8 @@ class StageInfo:
     checkpoint, or be emptied."""
     has_windows: bool = False
     """Whether some layers attend to a sliding window only."""
+    has_position_parts: bool = False
+    """Whether rows that are no tokens have positions in several parts, see `stages.runtime.row_positions`."""
 
     @classmethod
     def of_model(cls, model: Any, row_width: int) -> StageInfo:
@@ -68,6 +70,7 @@ class StageInfo:
                 llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model)
             ),
             has_windows=llama_cpp.llama_model_n_swa(model) > 0,
+            has_position_parts=num_position_parts(model) > 1,
         )
 
     @cached_property

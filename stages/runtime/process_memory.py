@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -176,6 +177,13 @@ def _free_in(group: ControlGroup) -> int | None:
 def resident_bytes() -> int:
     """Resident memory of this process, mapped files included."""
     return int(_own().memory_info().rss)
+
+
+def peak_resident_bytes() -> int:
+    """The most resident memory that this process has had, mapped files included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts in KiB, macOS in bytes.
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 @cache

@@ -434,6 +434,9 @@ class SlotMemory:
                 raise UncuttableModel(
                     f"slot {slot} cannot go back to position {num_positions}, within an image"
                 )
+            if num_positions and self._has_unknown_positions(slot):
+                self._put_rows(slot, self.kv_rows(slot).cut(0, num_positions), None)
+                return
             self._rollback.restore(slot, num_positions)
             self._forget(slot, num_positions)
             self._rollback.drop(slot, num_positions)
@@ -578,6 +581,11 @@ class SlotMemory:
         if state is None and num_positions == self._lengths[slot]:
             state = self._states.read(slot)
         return None if state is None else state.copy()
+
+    def _has_unknown_positions(self, slot: int) -> bool:
+        """Whether the number of a row that was brought does not tell its position."""
+        is_unknown = self._positions[slot] is None and self._info.has_position_parts
+        return is_unknown and self._info.can_trim
 
     def _is_edge(self, slot: int, num_positions: int) -> bool:
         """Whether a slot can end there without a part of an image, or ends there anyway."""

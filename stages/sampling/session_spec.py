@@ -129,9 +129,7 @@ class SessionSpec:
             )
         positions = TOKENS_ONLY
         if message.images:
-            positions = RowPositions(
-                tuple(ImageChunk(*(getattr(each, name) for name in _OF_CHUNK)) for each in message.images)
-            )
+            positions = RowPositions(tuple(map(chunk_from_wire, message.images)))
             if positions.chunks[-1].stop > message.num_prompt_tokens:
                 raise InvalidWindow(
                     f"an image ends at row {positions.chunks[-1].stop} of a prompt of "
@@ -157,6 +155,11 @@ class SessionSpec:
             message.client,
             positions,
         )
+
+
+def chunk_from_wire(message: wire.ImageChunk) -> ImageChunk:
+    """The chunk of a message."""
+    return ImageChunk(*(getattr(message, name) for name in _OF_CHUNK))
 
 
 def chunk_to_wire(chunk: ImageChunk) -> wire.ImageChunk:

@@ -45,13 +45,15 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class AssistantFile:
-    """File of an assistant that drafts beside a stage."""
+class SecondFile:
+    """A second file that a process needs: of an assistant beside a stage, of the model of a projector."""
 
     sha256: str
-    """Hash of the file's recipe."""
+    """Hash of the file's recipe; empty for the file as it is."""
     source: FetchSource
-    """Source of the file if the stage's host lacks it."""
+    """Source of the file if the host lacks it."""
+    whole: str | None = None
+    """Absolute path of the file, if it is on the host."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ class StageConfig:
     """The same for GPUs, by device."""
     kv_disk_bytes: int = 0
     """Limit of blocks of KV rows on its host's disk, unless the host has one of its own; 0 keeps none."""
-    assistant: AssistantFile | None = None
-    """Drafts beside the stage; None for none."""
+    second_file: SecondFile | None = None
+    """Second file: of what drafts beside a stage, or the model of a projector; None for none."""
 
     @property
     def cache_root(self) -> Path:
@@ -104,7 +106,7 @@ class StageConfig:
     @property
     def content(self) -> StageContent:
         """Request by which a stage loads it."""
-        assistant = "" if self.assistant is None else self.assistant.sha256
+        assistant = "" if self.second_file is None else self.second_file.sha256
         is_whole = self.whole is not None
         return StageContent(self.layers, self.sha256, is_whole, self.options, self.memory, assistant)
 
@@ -214,7 +216,8 @@ class ModelActor:
         self._server: grpc.aio.Server | None = None
         self._key: NewKey | None = None
         self._identity: Identity | None = None
-        self._held: int | None = None
+        self._held: list[int] = []
+        self._second_path: Path | None = None
         self._settling: asyncio.Task[None] | None = None
 
     async def check_memory(self) -> None:
@@ -227,7 +230,7 @@ class ModelActor:
         await in_own_thread(self._require_free_on_gpus, self._config.beside_gpu_bytes)
 
     async def load(self) -> Transfer:
-        """Bring the stage file to this host if it is missing, and load it.
+        """Bring the stage file, and the one beside it, to this host where they are missing, and load both.
 
         Returns:
             Sources of the weights that were not in the file.
@@ -238,16 +241,18 @@ class ModelActor:
             HostUnreachable: If the head does not answer.
         """
         config = self._config
-        cache = stage_store(config.cache_root)
-        fetched = await self._bring(cache)
-        self._held = hold(fetched.path)
+        cache, transfer = stage_store(config.cache_root), Transfer()
+        if (second_file := config.second_file) is not None:
+            second = await self._bring(cache, second_file.sha256, second_file.source, second_file.whole)
+            self._second_path, transfer = second.path, second.transfer
+        fetched = await self._bring(cache, config.sha256, config.source, config.whole)
         self._require_free(0)
         await in_own_thread(self._require_free_on_gpus, {})
         self._runtime = await in_own_thread(self._load_file, fetched.path)
         self._progress = StageProgress("ready", 1.0)
         if fetched.transfer != Transfer():
             self._settling = asyncio.create_task(_settle(cache, config.sha256))
-        return fetched.transfer
+        return transfer + fetched.transfer
 
     def _load_file(self, path: Path) -> LoadedModel:
         """Load the file with llama.cpp; in a thread."""
@@ -257,13 +262,17 @@ class ModelActor:
         """Service of what `_load_file` returned, which it owns from now on."""
         raise NotImplementedError
 
-    async def _bring(self, cache: StageStore) -> FetchedStage:
-        config = self._config
-        if config.whole is not None:
-            return FetchedStage(Path(config.whole), Transfer())
-        return await fetch_stage(
-            cache, config.sha256, config.source, storage=read_storage_options(), progress=self._on_fetched
-        )
+    async def _bring(
+        self, cache: StageStore, sha256: str, source: FetchSource, whole: str | None
+    ) -> FetchedStage:
+        if whole is not None:
+            fetched = FetchedStage(Path(whole), Transfer())
+        else:
+            fetched = await fetch_stage(
+                cache, sha256, source, storage=read_storage_options(), progress=self._on_fetched
+            )
+        self._held.append(hold(fetched.path))
+        return fetched
 
     async def progress(self) -> StageProgress:
         """Progress of `load`."""
@@ -341,9 +350,8 @@ class ModelActor:
         if self._settling is not None:
             await asyncio.wait([self._settling])
             self._settling = None
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        while self._held:
+            os.close(self._held.pop())
 
     async def _end_if_orphaned(self, service: ModelService) -> None:
         """End the process after the loss of its head: a killed head cannot release its stages."""
@@ -419,28 +427,7 @@ class StageActor(ModelActor):
     """One stage on this host; see `ModelActor`."""
 
     _rows_origin: RowsOrigin | None = None
-    _assistant_path: Path | None = None
     _plug_options = PlugOptions()
-    _held_beside: int | None = None
-
-    async def load(self) -> Transfer:
-        """Bring the stage file, and that of its assistant, and load both; see `ModelActor.load`."""
-        wanted, transfer = self._config.assistant, Transfer()
-        if wanted is not None:
-            cache = stage_store(self._config.cache_root)
-            fetched = await fetch_stage(
-                cache, wanted.sha256, wanted.source, storage=read_storage_options(), progress=self._on_fetched
-            )
-            self._held_beside = hold(fetched.path)
-            self._assistant_path, transfer = fetched.path, fetched.transfer
-        return transfer + await super().load()
-
-    async def stop(self) -> None:
-        """Stop serving and free all memory."""
-        await super().stop()
-        if self._held_beside is not None:
-            os.close(self._held_beside)
-            self._held_beside = None
 
     async def rejoin(
         self,
@@ -511,8 +498,8 @@ class StageActor(ModelActor):
         # Before the first byte is read: what is identified later must be what was loaded.
         self._rows_origin = RowsOrigin.of(self._config.sha256, self._config.whole)
         runtime = StageRuntime(path, self._config.options, progress=self._on_loaded)
-        if self._assistant_path is not None:
-            self._plug_options = PlugOptions(assistant=assistant_beside(runtime, self._assistant_path))
+        if self._second_path is not None:
+            self._plug_options = PlugOptions(assistant=assistant_beside(runtime, self._second_path))
         return runtime
 
     def _make_service(self, loaded: LoadedModel) -> StageService:

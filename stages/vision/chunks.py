@@ -67,9 +67,9 @@ def encoder_identity(projector_sha256: bytes, library: bytes, settings: str) -> 
     """Digest of everything besides pixels that rows depend on, 32 bytes.
 
     Args:
-        projector_sha256: SHA-256 of the projector's file.
+        projector_sha256: SHA-256 of what the projector's file holds.
         library: SHA-256 of libmtmd's file.
-        settings: What the preprocessor was told.
+        settings: What the preprocessor was told, and what computes.
     """
     digest = hashlib.sha256(_VERSION + projector_sha256 + library)
     digest.update(settings.encode())

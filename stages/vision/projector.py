@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import platform
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
@@ -17,11 +18,12 @@ import numpy as np
 
 from spanmesh_proto.errors import ClusterError, InvalidModel, InvalidRequest, StageFailed
 from spanmesh_proto.image_chunk import ImageChunk
-from stages.gguf import part_paths
+from stages.gguf import part_paths, read_header
 from stages.runtime.bindings import llama_cpp
 from stages.runtime.devices import GpuPlacing, device_pointers, layer_devices
 from stages.runtime.llama import init_backend, last_complaint, route_log
 from stages.runtime.llama_libraries import has_tiled_products, loaded_kernels, tiled_products
+from stages.runtime.process_memory import peak_resident_bytes
 from stages.vision.chunks import PictureParts, encoder_identity
 from stages.vision.library import load_mtmd, mtmd_build
 from stages.vision.picture import CHANNELS, Picture
@@ -33,11 +35,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from stages.runtime.devices import Device
     from stages.vision.chunks import Part
     from stages.weights.hashing import FileStamp
 
 MOST_ROWS: Final = 4096
 """Of a picture, all of its slices together."""
+
+MOST_TOKENS: Final = 1024
+"""Of a picture, where a projector takes any size, unless the user says otherwise."""
 
 # llama.cpp's LLAMA_LOAD_MODE_NONE: with any other a model without memory ends the process.
 _LOAD_NOTHING: Final = 0
@@ -45,6 +51,8 @@ _LOAD_NOTHING: Final = 0
 _NOT_PREPARED: Final = 2
 # Of pictures that show how large chunks become: from small to large, and strips.
 _SIDES: Final = (64, 256, 1024, 4096)
+_OF_LAYOUT: Final = frozenset({"general.alignment", "spanmesh.padding"})
+_READ_BYTES: Final = 2**24
 _BLANK: Final = Picture(256, 256, bytes(256 * 256 * CHANNELS))
 _MARKER: Final = b"<__media__>"
 
@@ -61,8 +69,13 @@ class ProjectorOptions:
     """Threads of the processor."""
     device: str | None = None
     """llama.cpp's name of the GPU that computes; None for the processor."""
-    most_tokens: int = 1024
+    most_tokens: int = MOST_TOKENS
     """Most rows of a picture, where a projector takes any size: larger pictures are scaled down."""
+
+    @property
+    def model_path(self) -> Path:
+        """The model's file, the first one if there are several."""
+        return Path(self.model)
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,18 @@ class ProjectorFacts:
     are no such chunks."""
     identity: str
     """Digest of all that rows depend on besides pixels, in hexadecimal: see `encoder_identity`."""
+    device: str = ""
+    """llama.cpp's name of the GPU that computes; empty for the processor."""
+
+
+@dataclass(frozen=True)
+class ProjectorMemory:
+    """Memory of a process with a projector, behind a blank picture of as many rows as one may have."""
+
+    host_bytes: int
+    """The most of the host's own memory that it has had, Python and llama.cpp's code included."""
+    device_bytes: int = 0
+    """What was taken of the GPU's own memory; 0 without one, or if it does not report that."""
 
 
 class Projector:
@@ -107,13 +132,15 @@ class Projector:
         init_backend()
         self._kernels = loaded_kernels()
         route_log(self._mtmd.mtmd_helper_log_set)
+        self._device = None if options.device is None else _device_of(options.device)
         files = (path, *part_paths(model))
         stamps = stamps_of(files)
         try:
             self._model = _load_vocabulary(model)
             self._context = self._load(options)
             sha256 = _unchanged_sha256(path, files, stamps)
-            settings = f"most_tokens={options.most_tokens}"
+            device = self._device
+            settings = f"most_tokens={options.most_tokens} computed_by={_computed_by(device)}"
             if has_tiled_products(self._kernels):
                 settings += ", tiled products"
             self.facts = ProjectorFacts(
@@ -121,6 +148,7 @@ class Projector:
                 width=llama_cpp.llama_model_n_embd_inp(self._model),
                 most_at_once=self._most_at_once(options.most_tokens),
                 identity=encoder_identity(sha256, mtmd_build(), settings).hex(),
+                device="" if device is None else device.name,
             )
             self._check()
         except BaseException:
@@ -168,6 +196,20 @@ class Projector:
                 if isinstance(part, ImageChunk)
             )
 
+    def measured(self) -> ProjectorMemory:
+        """Memory with a blank picture of as many rows as one may have, which takes as long as any.
+
+        Raises:
+            StageFailed: If libmtmd fails.
+        """
+        picture = self._most_rows()
+        self.encode(Picture(picture[0], picture[1], bytes(picture[0] * picture[1] * CHANNELS)))
+        taken_bytes = 0
+        if self._device is not None:
+            free_bytes = _device_of(self._device.name).free_bytes
+            taken_bytes = max(0, self._device.free_bytes - free_bytes)
+        return ProjectorMemory(peak_resident_bytes(), taken_bytes)
+
     def close(self) -> None:
         """Free all memory. It is unusable afterwards."""
         if self._context is not None:
@@ -179,9 +221,9 @@ class Projector:
 
     def _load(self, options: ProjectorOptions) -> Any:
         params = self._mtmd.mtmd_context_params_default()
-        params.use_gpu = options.device is not None
-        if options.device is not None:
-            params.device = _device_pointer(options.device)
+        params.use_gpu = self._device is not None
+        if self._device is not None:
+            params.device = device_pointers([self._device])[0]
         params.n_threads = options.num_threads
         params.image_max_tokens = options.most_tokens
         params.print_timings = False
@@ -205,6 +247,17 @@ class Projector:
                     found.add(_at_once(parts))
         # Where they depend on the size, another one has some rows more, up to the bound.
         return max(found, default=0) if len(found) <= 1 else max(most_tokens, *found)
+
+    def _most_rows(self) -> tuple[int, int]:
+        """Width and height of the smallest square picture with the most rows that one may have."""
+        found = (_BLANK.width, _BLANK.height)
+        num_rows = self.parts(*found).num_rows
+        for side in _SIDES:
+            with suppress(InvalidRequest):
+                count = self.parts(side, side).num_rows
+                if count > num_rows:
+                    found, num_rows = (side, side), count
+        return found
 
     def _check(self) -> None:
         """Encode a blank picture: better now than in a request."""
@@ -290,13 +343,24 @@ def _at_once(parts: PictureParts) -> int:
 
 
 def _unchanged_sha256(path: Path, files: Iterable[Path], stamps: tuple[FileStamp, ...]) -> bytes:
-    """SHA-256 of a file that was loaded.
+    """SHA-256 of what a file that was loaded holds.
+
+    Metadata and tensors count, not where they lie: a host that fetched them has them in another layout.
 
     Raises:
         InvalidModel: If a file of those that were loaded is another one by now.
     """
+    header, digest = read_header(path), hashlib.sha256()
+    for key, value in sorted(header.metadata.items()):
+        if key not in _OF_LAYOUT:
+            digest.update(f"{key} {value.type} {value.count} {len(value.payload)} ".encode() + value.payload)
     with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").digest()
+        for name, tensor in sorted(header.tensors.items()):
+            digest.update(f"{name} {tensor.shape} {tensor.type} {tensor.n_bytes} ".encode())
+            file.seek(tensor.offset_bytes)
+            for at in range(0, tensor.n_bytes, _READ_BYTES):
+                digest.update(file.read(min(_READ_BYTES, tensor.n_bytes - at)))
+    sha256 = digest.digest()
     if stamps_of(files) != stamps:
         raise InvalidModel(f"{path.name} or its model was changed while it was loaded; try again")
     return sha256
@@ -342,8 +406,8 @@ def _load_vocabulary(path: Path) -> Any:
     return model
 
 
-def _device_pointer(name: str) -> Any:
-    """llama.cpp's pointer to a device.
+def _device_of(name: str) -> Device:
+    """A device of llama.cpp, with its free memory.
 
     Raises:
         ClusterError: If there is none of this name.
@@ -353,4 +417,11 @@ def _device_pointer(name: str) -> Any:
     if not found:
         known = ", ".join(device.name for device in devices) or "none"
         raise ClusterError(f"{name} is no GPU that llama.cpp finds on this host; it finds {known}")
-    return device_pointers(found)[0]
+    return found[0]
+
+
+def _computed_by(device: Device | None) -> str:
+    """What computes: the GPU, or the processor's kind and those of its instructions that llama.cpp uses."""
+    if device is not None:
+        return f"{device.backend} {device.description}"
+    return f"{platform.machine()} {llama_cpp.llama_print_system_info().decode(errors='replace')}"

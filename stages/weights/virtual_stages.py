@@ -199,11 +199,18 @@ class StageCache:
         counter = ByteCounter(known.hashes.missing_bytes(regions), progress)
         return self._described_now(known, layers, layout, known.hashes.of(regions, counter.add))
 
-    def describe_whole(self, source: Path, *, progress: Callable[[int, int], None] | None = None) -> Recipe:
+    def describe_whole(
+        self,
+        source: Path,
+        *,
+        n_layers: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Recipe:
         """Recipe of one file with all of a model, of any kind, vocabulary included. Only hashes are written.
 
         Args:
             source: The model, a GGUF file, the first if it has several.
+            n_layers: Its layers, if its metadata name them otherwise than those of models do.
             progress: Called with bytes hashed and bytes in all.
 
         Raises:
@@ -215,15 +222,27 @@ class StageCache:
         layout = with_shared_blocks(lay_out_whole(header))
         regions = _regions(layout)
         counter = ByteCounter(hashes.missing_bytes(regions), progress)
-        n_layers = count_layers(header)
-        recipe = Recipe(
-            header.text("general.name", header.path.stem),
-            LayerRange(0, n_layers),
-            n_layers,
-            layout.alignment,
-            encode_header(layout),
-            tuple(_recipe_tensors(layout, _names_by_place(header), hashes.of(regions, counter.add))),
-        )
+        tensors = _recipe_tensors(layout, _names_by_place(header), hashes.of(regions, counter.add))
+        recipe = _whole_recipe(header, layout, tensors, n_layers or count_layers(header))
+        self._described[recipe.sha256] = recipe, header.paths, stamps
+        return recipe
+
+    def describe_hollow(self, source: Path) -> Recipe:
+        """Recipe of one file with the metadata of a model and the directory of its tensors, without weights.
+
+        The file is as large as the model and takes the disk space of its header: the weights are a hole. It
+        serves what reads the vocabulary and sizes of a model alone.
+
+        Args:
+            source: The model, a GGUF file, the first if it has several.
+
+        Raises:
+            InvalidModel: If the source is no GGUF, truncated, or changes meanwhile.
+        """
+        header = read_header(source)
+        stamps, layout = stamps_of(header.paths), lay_out_whole(header)
+        tensors = [RecipeTensor(tensor.n_bytes) for tensor in layout.tensors]
+        recipe = _whole_recipe(header, layout, tensors, count_layers(header))
         self._described[recipe.sha256] = recipe, header.paths, stamps
         return recipe
 
@@ -365,6 +384,19 @@ def _structure_sha256(model: SourceModel) -> str:
     for tensor in model.header.tensors.values():
         digest.update(f"{tensor.name} {tensor.shape} {tensor.type} {tensor.n_bytes};".encode())
     return digest.hexdigest()
+
+
+def _whole_recipe(
+    header: GgufHeader, layout: StageLayout, tensors: Sequence[RecipeTensor], n_layers: int
+) -> Recipe:
+    return Recipe(
+        header.text("general.name", header.path.stem),
+        LayerRange(0, n_layers),
+        n_layers,
+        layout.alignment,
+        encode_header(layout),
+        tuple(tensors),
+    )
 
 
 def _names_by_place(header: GgufHeader) -> dict[tuple[int, int], str]:

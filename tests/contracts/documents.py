@@ -22,7 +22,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.json_format import MessageToDict
 
 from mesh.cli.main import command_named, configurable_commands, every_command, run
-from spanmesh_proto import embedding_pb2, links_pb2, membership_pb2, windows_pb2
+from spanmesh_proto import embedding_pb2, links_pb2, membership_pb2, pictures_pb2, windows_pb2
 from spanmesh_proto.errors import WIRE
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -34,7 +34,7 @@ _HELP_COLUMNS = "102"
 def wire() -> dict[str, Any]:
     """Messages and services of the protocol."""
     found = {}
-    for module in (windows_pb2, membership_pb2, links_pb2, embedding_pb2):
+    for module in (windows_pb2, membership_pb2, links_pb2, embedding_pb2, pictures_pb2):
         file = FileDescriptorProto()
         module.DESCRIPTOR.CopyToProto(file)
         found[file.name] = MessageToDict(file)

@@ -26,7 +26,7 @@ async def rows_of(options: ProjectorOptions, picture: Picture) -> np.ndarray:
     encoder = EncoderProcess(options)
     try:
         parts = await encoder.parts(picture.width, picture.height)
-        return np.concatenate(await encoder.encode(picture, parts))
+        return np.concatenate((await encoder.encode(picture, parts)).chunks)
     finally:
         encoder.close()
 

@@ -13,12 +13,14 @@ from tests.support.tiny_families import (
     HEADS,
     HEADS_KV,
     N_EMBD,
+    N_FF_EXP,
     TINY_FAMILIES,
     Noise,
     Tensors,
     TinyFamily,
     attention,
     dense,
+    experts,
     head_norms,
 )
 from tests.support.tiny_models import TinyModel
@@ -37,7 +39,7 @@ _CONTROLS: Final[Mapping[str, tuple[str, ...]]] = {
         *(f"<row_{row}_col_{column}>" for row, column in _CELLS),
     ),
     "gemma3": ("<start_of_image>", "<end_of_image>"),
-    "gemma4": ("<|image>", "<image|>"),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), ("<|image>", "<image|>")),
     **dict.fromkeys(("qwen2vl", "qwen25vl", "qwen3vl"), _VISION),
     **dict.fromkeys(("pixtral", "mistral3"), ("[IMG_END]",)),
     "internvl": ("<img>", "</img>"),
@@ -105,6 +107,22 @@ def _lfm2(noise: Noise, layer: int) -> Tensors:
     }
 
 
+def _glm4(noise: Noise, _layer: int) -> Tensors:
+    norms = ("post_attention_norm", "ffn_norm", "post_ffw_norm")
+    inner = dense(noise)
+    del inner["ffn_gate.weight"]
+    inner["ffn_up.weight"] = noise.matrix(2 * len(inner["ffn_up.weight"]), N_EMBD)
+    return attention(noise) | inner | {f"{name}.weight": noise.vector(N_EMBD) for name in norms}
+
+
+def _qwen35moe(noise: Noise, layer: int) -> Tensors:
+    tensors = OWN_FAMILIES["qwen35"].layer(noise, layer)
+    for name in dense(noise):
+        del tensors[name]
+    tensors["ffn_gate_inp_shexp.weight"] = noise.vector(N_EMBD, 0.0)
+    return tensors | experts(noise) | dense(noise, "_shexp", N_FF_EXP)
+
+
 _LFM2_KV_HEADS: Final = [HEADS_KV * (layer % 3 == 2) for layer in range(_LFM2_LAYERS)]
 _ATTENTION: Final = {
     key: value for key, value in TINY_FAMILIES["phi3"].metadata.items() if "sliding" not in key
@@ -115,6 +133,16 @@ _QWEN2VL: Final = TinyFamily(
     partial(_vision, has_norms=False, has_biases=True),
     _ATTENTION | MROPE_SECTIONS,
     (1, 2, 3),
+)
+_GLM4: Final = TinyFamily("glm4", 4, _glm4, _ATTENTION | MROPE_SECTIONS, (1, 2, 3))
+_QWEN35MOE: Final = replace(
+    OWN_FAMILIES["qwen35"],
+    architecture="qwen35moe",
+    layer=_qwen35moe,
+    metadata={
+        **OWN_FAMILIES["qwen35"].metadata,
+        **{key: value for key, value in TINY_FAMILIES["qwen3next"].metadata.items() if "expert" in key},
+    },
 )
 _LFM2: Final = TinyFamily(
     "lfm2",
@@ -131,6 +159,7 @@ PICTURE_FAMILIES: Final[Mapping[str, PictureFamily]] = {
     "Granite 3 Vision": PictureFamily(TinyModel("granite", n_layers=4), "llava"),
     "Gemma 3": PictureFamily(TinyModel("gemma3", n_layers=6), "gemma3"),
     "Gemma 4": PictureFamily(OWN_MODELS["gemma4-dense"](2), "gemma4"),
+    "Gemma 4 12B": PictureFamily(OWN_MODELS["gemma4-dense"](2), "gemma4_unified"),
     "Gemma 4 26B": PictureFamily(OWN_MODELS["gemma4-moe"](2), "gemma4"),
     "Gemma 4 E": PictureFamily(
         gemma4_e(1, n_embd=_GEMMA4_E_WIDTH),
@@ -146,6 +175,7 @@ PICTURE_FAMILIES: Final[Mapping[str, PictureFamily]] = {
     "Qwen3.5": PictureFamily(
         OWN_FAMILIES["qwen35"], "qwen3vl", partial(tiny_projectors.qwen3vl, num_deepstack=0)
     ),
+    "Qwen3.5 MoE": PictureFamily(_QWEN35MOE, "qwen3vl", partial(tiny_projectors.qwen3vl, num_deepstack=0)),
     "Pixtral": PictureFamily(TinyModel("llama", n_layers=4), "pixtral"),
     "Mistral 3": PictureFamily(TinyModel("mistral3", n_layers=4), "mistral3"),
     "InternVL": PictureFamily(TinyModel("qwen2", n_layers=4), "internvl"),
@@ -154,7 +184,9 @@ PICTURE_FAMILIES: Final[Mapping[str, PictureFamily]] = {
     ),
     "LFM2-VL": PictureFamily(_LFM2, "lfm2"),
     "GLM-4.xV": PictureFamily(OWN_FAMILIES["glm4v"], "glm4v"),
+    "GLM-4.1V": PictureFamily(_GLM4, "glm4v"),
     "CogVLM": PictureFamily(OWN_FAMILIES["cogvlm"], "cogvlm"),
+    "Janus": PictureFamily(TinyModel("llama", n_layers=4), "janus"),
     "Kimi-VL": PictureFamily(TINY_FAMILIES["deepseek2"], "kimivl"),
     "Llama 4": PictureFamily(TINY_FAMILIES["llama4-short"], "llama4"),
     "Phi-4": PictureFamily(TINY_FAMILIES["phi3"], "phi4"),

@@ -30,7 +30,7 @@ COMPOSITION: Final = {
     "mesh.serve.preflight": 23,
     "meshbench.stress.run": 22,
     "mesh.cli.plan": 22,
-    "mesh.serve.embeddings.deployment": 21,
+    "mesh.serve.one_host": 20,
     "mesh.serve.reconfiguration": 19,
     "mesh.serve.head": 20,
     "mesh.coordinator.coordinator": 19,
@@ -43,7 +43,6 @@ COMPOSITION: Final = {
     "mesh.serve.head_failover": 18,
     "mesh.forecast.dry_run": 17,
     "mesh.serve.embeddings.model": 16,
-    "mesh.serve.embeddings.maker": 16,
 }
 # A row that is far above what a room holds is no decision any more.
 SLACK: Final = 0.03

@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Final
 from PIL import Image
 
 from mesh.text.tokenizer import Tokenizer
-from mesh.vision.encoder import EncoderProcess
+from mesh.vision.encoder import EncodedPicture, EncoderProcess
 from stages.vision.projector import ProjectorOptions
 from tests.support.tiny_projectors import ColourWords, embeddings_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from stages.vision.chunks import PictureParts
     from stages.vision.picture import Picture
@@ -63,7 +60,7 @@ class CountingEncoder(EncoderProcess):
 
     async def encode(
         self, picture: Picture, parts: PictureParts, *, client: str | None = None
-    ) -> tuple[NDArray[np.float32], ...]:
+    ) -> EncodedPicture:
         """See `EncoderProcess.encode`."""
         self.num_encoded += 1
         return await super().encode(picture, parts, client=client)

@@ -74,7 +74,7 @@ async def mesh_in_process(
         Pipeline(),
         numeric_mode="exact",
         speculation_mode="ngram",
-        projector=None if pictures is None else pictures.projector,
+        describe_pictures=None if pictures is None else pictures.describe,
     )
 
     def say(phase: str) -> None:

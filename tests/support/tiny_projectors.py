@@ -251,6 +251,30 @@ def gemma4(path: Path, n_embd: int = N_EMBD) -> Path:
     return write_projector(path, "gemma4v", tensors, numbers)
 
 
+def gemma4_unified(path: Path) -> Path:
+    """As `gemma4`, without layers of its own: a row of each 48 x 48 pixels."""
+    noise = np.random.default_rng(27)
+    pixels = 3 * 48 * 48
+    tensors = {
+        "v.patch_embd.weight": _matrix(noise, _WIDTH, pixels),
+        "v.patch_embd.bias": _vector(noise, _WIDTH),
+        "v.position_embd.weight": _matrix(noise, 2, 128, _WIDTH),
+        "mm.input_projection.weight": _matrix(noise, N_EMBD, _WIDTH),
+    }
+    for number, size in ((1, pixels), (2, _WIDTH), (3, _WIDTH)):
+        tensors[f"v.patch_norm.{number}.weight"] = _vector(noise, size)
+        tensors[f"v.patch_norm.{number}.bias"] = _vector(noise, size)
+    numbers = _numbers() | {"image_size": 0, "patch_size": 16, "block_count": 0}
+    return write_projector(path, "gemma4uv", tensors, numbers)
+
+
+def janus(path: Path) -> Path:
+    """16 rows of any picture."""
+    noise = np.random.default_rng(28)
+    tensors = _tower(noise, side=4) | _layers(noise, _WIDTH, {0: N_EMBD, 1: N_EMBD})
+    return write_projector(path, "janus_pro", tensors, {"image_size": 4 * PATCH} | _numbers())
+
+
 class ColourWords:
     """A projector of LLaVA's kind that makes of each patch the embedding of its colour's word, bit for bit.
 

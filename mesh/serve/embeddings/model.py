@@ -83,6 +83,11 @@ class EmbeddingModel:
     """Record of weights sent to hosts."""
 
     @property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """All that it has on hosts."""
+        return (self.pipeline,)
+
+    @property
     def setup(self) -> str:
         """Fingerprint of all settings that it is loaded with."""
         return self.known.setup

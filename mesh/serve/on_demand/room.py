@@ -50,7 +50,7 @@ class RoomCheck:
                 (
                     each.name,
                     each.draft_bytes,
-                    each.text_bytes,
+                    each.request_bytes,
                     each.pipeline.placements,
                     each.pipeline.intended,
                 )
@@ -71,7 +71,9 @@ class RoomCheck:
         """
         options, known = await self._known(load_request)
         own, facts = self._head.own, self._first.known.facts
-        left_bytes = facts.memory_bytes - self._allocations.held_bytes(own, without=gone) - known.text_bytes
+        left_bytes = (
+            facts.memory_bytes - self._allocations.held_bytes(own, without=gone) - known.request_bytes
+        )
         if known.draft_bytes and known.draft_bytes > left_bytes:
             return ModelDoesNotFit(
                 f"{load_request.served_name} does not fit: its draft model needs"
@@ -79,7 +81,7 @@ class RoomCheck:
             )
         hosts = [
             self._allocations.capacity_without(
-                member, gone, draft_bytes=known.draft_bytes, text_bytes=known.text_bytes
+                member, gone, draft_bytes=known.draft_bytes, request_bytes=known.request_bytes
             )
             for member in self._head.members.ready
         ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from meshbench.lab.network import Lab
@@ -74,3 +76,47 @@ def test_a_picture_is_answered_as_the_words_whatever_happens_to_a_stage(
             mesh.kill_stage(host)
             assert answer_of(client)["choices"][0]["token_ids"] == wanted
             mesh.until_repaired(number)
+
+
+def encoders(mesh: Running, host: int) -> list[int]:
+    """Processes of projectors on a host."""
+    found = []
+    for pid in mesh.lab.pids(host):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "mesh.vision.encoder_worker" in psutil.Process(pid).cmdline():
+                found.append(pid)
+    return found
+
+
+def test_another_host_encodes_and_the_head_does_when_it_is_lost(smollm2_path: Path, tmp_path: Path) -> None:
+    """Its files came over the network: the head shares none with it."""
+    require_lab()
+    projector = write_colours(tmp_path / "mmproj.gguf", smollm2_path)
+    options = ["--head-only", "--exact", "--stages", "1", "--ctx-size", "512", "--parallel", "2"]
+    options += ["--mmproj", str(projector), "--mmproj-host", "host2"]
+    with (
+        Lab(3, 5.0, shared=[tmp_path]) as lab,
+        running_mesh(lab, smollm2_path, tmp_path, num_hosts=3, options=options) as mesh,
+    ):
+        mesh.until(lambda status: status.model.projector_host == "host2", "the projector is not on host2")
+        (process,) = encoders(mesh, 2)
+
+        def answered(*words: str) -> list[int]:
+            messages = [{"role": "user", "content": [image_url(*words), ASK]}]
+            answer = answer_of(asked(mesh, "/v1/chat/completions", messages=messages, max_tokens=24))
+            found: list[int] = answer["choices"][0]["token_ids"]
+            return found
+
+        red = answered(" red")
+        assert encoders(mesh, 0) == []
+        # A process that is killed costs no answer, and is started again there.
+        psutil.Process(process).kill()
+        green = answered(" green")
+        assert green != red
+        assert encoders(mesh, 2) != [process]
+        mesh.lab.kill(2)
+        assert answered(" blue") not in (red, green)
+        mesh.until(lambda status: status.model.projector_host is None, "the head does not encode")
+        assert len(encoders(mesh, 0)) == 1
+        # The same rows, wherever they were computed: what was cached is still found.
+        assert answered(" red") == red

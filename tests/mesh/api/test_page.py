@@ -14,8 +14,10 @@ import pytest_asyncio
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
 from mesh.status import MeshStatus, ModelDescription, RecordingStatus
 from mesh.text.tokenizer import Tokenizer
+from tests.mesh.api.test_page_pictures import DROP, FILE
 from tests.support.api_harness import KEY, ScriptedEngine, backend_of, running_api
 from tests.support.browser import CHROMIUM, Page, browser_page
+from tests.support.colour_words import data_url, png
 from tests.support.mesh_in_process import MeshInProcess, mesh_in_process
 from tests.support.status_parts import sessions_of
 
@@ -430,3 +432,15 @@ def contrast(one: tuple[int, ...], other: tuple[int, ...]) -> float:
 def luminance(rgb: tuple[int, ...]) -> float:
     linear = [v / 12.92 if (v := part / 255) <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for part in rgb]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+async def test_a_file_that_is_dropped_is_refused_with_the_reason_and_does_not_replace_the_page(
+    page: Page,
+) -> None:
+    """The browser would show the file, and the chat would be gone."""
+    dropped = FILE.replace("dispatchEvent(event)", "dispatchEvent(event); return event.defaultPrevented")
+    base64 = data_url(png(" red")).partition(",")[2]
+    # Beside the chat as well, where nothing takes files.
+    for place in ("header", "#log"):
+        assert await page.js(dropped % (json.dumps(base64), DROP, place)) is True
+    await page.until("document.querySelector('#said').textContent.startsWith('This model reads text only')")

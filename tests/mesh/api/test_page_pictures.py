@@ -11,7 +11,6 @@ import pytest_asyncio
 
 from mesh.placement.memory_estimate import Workload
 from mesh.serve.pictures import ServedPictures
-from mesh.vision.pictures import ModelPictures
 from tests.support.browser import CHROMIUM, Page, browser_page
 from tests.support.colour_words import NUM_ROWS, counting_encoder, data_url, png, write_colours
 from tests.support.mesh_in_process import mesh_in_process
@@ -48,7 +47,7 @@ async def served(
 ) -> AsyncIterator[MeshInProcess]:
     projector = write_colours(tmp_path_factory.mktemp("colours") / "mmproj.gguf", smollm2_path)
     with counting_encoder(projector, smollm2_path) as encoder:
-        pictures = ServedPictures(ModelPictures(encoder), projector.name)
+        pictures = ServedPictures.of(encoder)
         workload = Workload(ctx_size=512, num_slots=2, is_exact=True)
         async with mesh_in_process(smollm2_path, pictures=pictures, workload=workload) as served:
             yield served

@@ -194,4 +194,4 @@ def test_a_recording_is_told_with_what_it_left_out(
 def test_a_projector_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pictures: " not in shown(capsys, monkeypatch, model={"name": "m"})
     told = shown(capsys, monkeypatch, model={"name": "m", "projector": "mmproj-[m].gguf"})
-    assert "pictures: mmproj-[m].gguf\n" in told
+    assert "pictures: mmproj-[m].gguf on the head\n" in told

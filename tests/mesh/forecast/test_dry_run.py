@@ -73,7 +73,12 @@ def test_a_larger_vocabulary_leaves_the_head_less_and_no_other_host(tiny: Path) 
         assert found.free_after_bytes("a") == 2000 * MIB - WORKERS_BYTES - texts - taken["a"]
         assert found.free_after_bytes("b") == 2000 * MIB - taken["b"]
         head = {"host": "a", "worker_bytes": WORKERS_BYTES, "text_bytes": texts}
-        assert found.as_dict()["head"] == {**head, "draft_bytes": 0, "picture_bytes": 0}
+        assert found.as_dict()["head"] == {
+            **head,
+            "draft_bytes": 0,
+            "picture_bytes": 0,
+            "pictures_measured": False,
+        }
     assert plans[0].plan.stages == plans[1].plan.stages
 
 

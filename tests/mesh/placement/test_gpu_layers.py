@@ -94,7 +94,7 @@ def test_texts_are_counted_in_the_hosts_own_memory() -> None:
     for shares, on_gpu in ((False, 0), (True, 2**30)):
         gpu = replace(GPU, shares_host_memory=shares)
         facts = HostFacts(4 * 2**30, 4, 20.0, read_versions(), (gpu,))
-        capacity = facts.capacity("head").on_head(text_bytes=2**30)
+        capacity = facts.capacity("head").on_head(request_bytes=2**30)
         assert capacity.memory_bytes == 3 * 2**30
         assert capacity.gpus[0].free_bytes == GPU.free_bytes - on_gpu
         assert "beside 1.0 GiB for reading texts" in str(capacity)

@@ -96,29 +96,31 @@ def test_a_model_in_exact_mode_keeps_to_hosts_that_compute_attention_alike() -> 
 
 def test_each_model_adds_its_vocabulary_to_processes_that_count_once() -> None:
     found = HostAllocations(lambda host: host.name == "a", worker_bytes=100)
-    one = found.open("one", Pipeline(), text_bytes=20)
+    one = found.open("one", Pipeline(), request_bytes=20)
     assert one.capacity_of(A).memory_bytes == 1000 - 100 - 20
-    two = found.open("two", Pipeline(), text_bytes=7, draft_bytes=5)
+    two = found.open("two", Pipeline(), request_bytes=7, draft_bytes=5)
     left = one.capacity_of(A)
-    assert (left.memory_bytes, left.text_bytes, left.others_bytes) == (1000 - 100 - 20 - 7 - 5, 120, 12)
+    assert (left.memory_bytes, left.request_bytes, left.others_bytes) == (1000 - 100 - 20 - 7 - 5, 120, 12)
     assert two.capacity_of(A).memory_bytes == left.memory_bytes
     assert found.held_bytes(A) == 132
     assert found.held_bytes(A, without=("one",)) == 112
-    further = found.capacity_without(A, ("two",), text_bytes=3)
+    further = found.capacity_without(A, ("two",), request_bytes=3)
     assert further.memory_bytes == 1000 - 100 - 20 - 3
     # Texts are read on the head's machine.
-    assert one.capacity_of(B).memory_bytes == found.capacity_without(B, (), text_bytes=3).memory_bytes == 1000
+    assert (
+        one.capacity_of(B).memory_bytes == found.capacity_without(B, (), request_bytes=3).memory_bytes == 1000
+    )
     assert found.held_bytes(B) == 0
 
 
 def test_replicas_give_way_where_vocabularies_leave_no_room() -> None:
     others = Pipeline()
     others.replicas = [stage(A, SECOND, 300), stage(B, SECOND, 300)]
-    for text_bytes, num_going in ((100, 0), (101, 1)):
+    for request_bytes, num_going in ((100, 0), (101, 1)):
         found = HostAllocations(lambda host: host.name == "a", worker_bytes=100)
         mine = Pipeline()
         mine.intended = (placement(A, FIRST, 500), placement(B, FIRST, 500))
-        one = found.open("one", mine, text_bytes=text_bytes)
+        one = found.open("one", mine, request_bytes=request_bytes)
         found.open("two", others)
         assert len(one.evictable_replicas(A)) == num_going
         assert one.evictable_replicas(B) == ()
@@ -221,3 +223,13 @@ def test_hosts_are_told_by_the_models_names_but_for_the_first() -> None:
     found.close(two)
     assert found.layers_on("b") == ""
     assert found.held_bytes(A) == 0
+
+
+def test_what_computes_at_times_leaves_threads_and_speed_to_models() -> None:
+    found, theirs = HostAllocations(lambda _member: False), Pipeline()
+    model = found.open("model", Pipeline())
+    encoder = found.open("pictures", theirs, most_threads=30, computes_at_times=True)
+    theirs.stages = (pipeline_stage(A, FIRST, 300, threads=8),)
+    assert (model.threads_of(A), encoder.threads_of(A)) == (8, 8)
+    left, alone = model.capacity_of(A), A.facts.capacity(A.name)
+    assert (left.memory_bytes, left.speed_gb_per_s) == (1000 - 300, alone.speed_gb_per_s)

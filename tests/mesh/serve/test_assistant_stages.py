@@ -39,7 +39,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
 def assistants(mesh: Serving) -> list[bool]:
     """Whether there is one beside each stage."""
     handles = [stage.handle for stage in mesh.pipeline.stages]
-    return [handle is not None and handle.config.assistant is not None for handle in handles]
+    return [handle is not None and handle.config.second_file is not None for handle in handles]
 
 
 @pytest.mark.parametrize("has_replicas", [False, True])
@@ -77,7 +77,7 @@ async def test_a_tail_that_is_lost_is_replaced_with_its_assistant(
         assert tokens == plain
         assert last.stats.num_accepted > 10
         if has_replicas:
-            await mesh.until(lambda: any(held.config.assistant for held in mesh.pipeline.replicas))
+            await mesh.until(lambda: any(held.config.second_file for held in mesh.pipeline.replicas))
         tokens, before = [], 0
         async for part in mesh.coordinator.generate(REQUEST):
             tokens += part.tokens

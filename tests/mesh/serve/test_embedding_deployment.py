@@ -21,10 +21,11 @@ from mesh.cluster.join_token import JoinToken
 from mesh.cluster.members import Member, Members
 from mesh.options.model import LoadRequest
 from mesh.serve.allocations import HostAllocations
+from mesh.serve.api_models import ApiModelRegistry
 from mesh.serve.embeddings.model import EmbeddingModel, check_embedding_model
 from mesh.serve.head_failover import head_state
 from mesh.serve.host_draining import HostDraining
-from mesh.serve.model_registry import ApiModelRegistry, ModelRegistry
+from mesh.serve.model_registry import ModelRegistry
 from mesh.serve.pipeline import Pipeline
 from mesh.serve.stage_factory import Transfers
 from mesh.serve.stage_handle import StageHandle

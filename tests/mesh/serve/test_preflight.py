@@ -100,13 +100,13 @@ def test_a_draft_leaves_less_for_stages(tiny: Path) -> None:
     drafting = options(tiny).changed(draft_path=tiny)
     known = check(drafting)
     beside = own_capacity("studio", known)
-    assert (plain.memory_bytes + plain.text_bytes, plain.draft_bytes) == (1000 * MIB, 0)
+    assert (plain.memory_bytes + plain.request_bytes, plain.draft_bytes) == (1000 * MIB, 0)
     assert beside.memory_bytes + beside.draft_bytes == plain.memory_bytes
     assert beside.draft_bytes > tiny.stat().st_size
 
     # Just enough for the model alone is too little for both.
     sizes = StageSizes(known.model, known.workload)
-    enough = sizes.memory(sizes.whole).total_bytes + plain.text_bytes
+    enough = sizes.memory(sizes.whole).total_bytes + plain.request_bytes
     check(options(tiny).changed(memory_bytes=enough))
     # The processes that read texts take what they take, too.
     with pytest.raises(ModelDoesNotFit, match=r"beside .* for reading texts"):
@@ -140,9 +140,9 @@ def test_an_assistant_takes_its_memory_beside_the_last_stage(tmp_path: Path) -> 
 
 def test_each_model_counts_its_vocabulary_for_each_process(tiny: Path) -> None:
     known = known_of(options(tiny))
-    assert known.text_bytes == num_text_workers() * vocabulary_bytes(read_one_header(tiny))
+    assert known.request_bytes == num_text_workers() * vocabulary_bytes(read_one_header(tiny))
     # The processes themselves are there once, whatever they have loaded.
-    assert own_capacity("studio", known).text_bytes == worker_bytes() + known.text_bytes
+    assert own_capacity("studio", known).request_bytes == worker_bytes() + known.request_bytes
 
 
 def known_of(given: HeadOptions) -> Preflight:

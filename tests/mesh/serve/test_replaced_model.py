@@ -18,7 +18,7 @@ from mesh.options.host import HeadOptions
 from mesh.options.model import LoadRequest
 from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.planner import StagePlacement
-from mesh.serve.embeddings.maker import EmbeddingMaker
+from mesh.serve.embeddings.hosted import EmbeddingMaker
 from mesh.serve.embeddings.model import check_embedding_model
 from mesh.serve.stage_factory import StageMaker, Transfers
 from spanmesh_proto.errors import InvalidModel
@@ -297,7 +297,7 @@ async def test_an_embedding_model_is_not_changed_for_another_either(tmp_path: Pa
     path = TinyEmbedder().write(tmp_path / "tiny.gguf")
     order = {"model": str(path), "embeddings": True, "ctx_size": 64, "threads": 1}
     known = check_embedding_model(LoadRequest.model_validate(order))
-    served = cast("EmbeddingModel", SimpleNamespace(known=known, sizes=known.sizes))
+    served = cast("EmbeddingModel", SimpleNamespace(known=known, sizes=known.sizes, transfers=Transfers()))
     members, layers = Members(), known.sizes.layers
     members.admit(member("attic", "attic.1"))
     members.admit(member("desk", "desk.1"))

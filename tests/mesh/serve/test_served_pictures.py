@@ -15,6 +15,7 @@ from mesh.serve.preflight import check, own_capacity
 from mesh.serve.served_model import backend_of, opened_model
 from mesh.vision.projectors import checked_picture_bytes, projectors_beside
 from spanmesh_proto.errors import InvalidModel
+from stages.vision.projector import ProjectorOptions
 from tests.support import tiny_projectors
 from tests.support.on_demand import head_options
 from tests.support.tiny_projectors import text_model
@@ -77,7 +78,11 @@ def test_memory_for_pictures_is_the_heads(tmp_path: Path) -> None:
     projector = tiny_projectors.llava(tmp_path / "mmproj.gguf")
     blind, seeing = (own_capacity("head", check(options_for(model, each))) for each in (None, projector))
     taken = blind.memory_bytes - seeing.memory_bytes
-    assert taken == seeing.text_bytes - blind.text_bytes == checked_picture_bytes(projector, model)
+    assert (
+        taken
+        == seeing.request_bytes - blind.request_bytes
+        == checked_picture_bytes(ProjectorOptions(str(projector), str(model), 1))
+    )
     assert taken > projector.stat().st_size
 
 
@@ -94,7 +99,8 @@ def test_projectors_beside_a_model_are_told_with_their_command_or_a_reason(tmp_p
     seeing = tiny_projectors.llava(tmp_path / "mmproj-a.gguf")
     tiny_projectors.llava(tmp_path / "b-mmproj.gguf", **{"clip.has_vision_encoder": None})
     assert dict(projectors_beside(model)) == {
-        "mmproj-a.gguf": f"for pictures (mlp): mesh serve {model} --mmproj {seeing}",
+        "mmproj-a.gguf": "for pictures (mlp; 64.5 MiB, estimated; `mesh plan` measures it): "
+        f"mesh serve {model} --mmproj {seeing}",
         "b-mmproj.gguf": "b-mmproj.gguf is a projector for something else than pictures"
         " (clip.has_vision_encoder is not true): take one for pictures; sound and video are not served",
     }

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from mesh.vision.encoder import EncoderProcess
+from mesh.vision.encoder import EncodedPicture, EncoderProcess
 from spanmesh_proto.errors import InvalidModel, InvalidRequest
 from stages.vision.picture import Picture
 from stages.vision.projector import Projector, ProjectorOptions
@@ -69,12 +69,12 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_it_answers_as_the_projector_does(encoder: EncoderProcess) -> None:
-    direct = Projector(encoder._options)
+    direct = Projector(encoder.options)
     try:
         assert await encoder.facts() == direct.facts
         parts = await encoder.parts(90, 70)
         assert parts == direct.parts(90, 70)
-        rows = await encoder.encode(SMALL, parts)
+        rows = (await encoder.encode(SMALL, parts)).chunks
         assert all(map(np.array_equal, rows, direct.encode(SMALL)))
         assert len(rows) == len(parts.chunks) > 1
         assert all(each.base is None for each in rows)
@@ -89,7 +89,7 @@ async def test_a_picture_that_ends_the_process_ends_no_other(folder: Path) -> No
     try:
         strip, strip_parts = Picture(16, 1600, bytes(16 * 1600 * 3)), await encoder.parts(16, 1600)
         parts = await encoder.parts(90, 70)
-        before = await encoder.encode(SMALL, parts)
+        before = (await encoder.encode(SMALL, parts)).chunks
         pid = process_of(encoder).pid
         hostile, *others = await asyncio.gather(
             encoder.encode(strip, strip_parts, client="a"),
@@ -99,9 +99,9 @@ async def test_a_picture_that_ends_the_process_ends_no_other(folder: Path) -> No
         )
         assert isinstance(hostile, InvalidRequest)
         assert re.search(r"16 × 1600 pixels ended its process \(SIGABRT\) when its rows", hostile.message)
-        for rows in others:
-            assert isinstance(rows, tuple)
-            assert np.array_equal(rows[0], before[0])
+        for encoded in others:
+            assert isinstance(encoded, EncodedPicture)
+            assert np.array_equal(encoded.chunks[0], before[0])
         assert process_of(encoder).pid != pid
     finally:
         encoder.close()
@@ -109,16 +109,16 @@ async def test_a_picture_that_ends_the_process_ends_no_other(folder: Path) -> No
 
 async def test_a_process_that_is_killed_costs_no_request(encoder: EncoderProcess) -> None:
     parts = await encoder.parts(90, 70)
-    before = await encoder.encode(SMALL, parts)
+    before = (await encoder.encode(SMALL, parts)).chunks
     process = process_of(encoder)
     process.suspend()
     running = asyncio.create_task(encoder.encode(SMALL, parts))
     await until(lambda: bool(encoder._pool._num_running[None]))
     process.kill()
-    assert all(map(np.array_equal, await running, before))
+    assert all(map(np.array_equal, (await running).chunks, before))
     # And between requests.
     process_of(encoder).kill()
-    assert all(map(np.array_equal, await encoder.encode(SMALL, parts), before))
+    assert all(map(np.array_equal, (await encoder.encode(SMALL, parts)).chunks, before))
 
 
 async def test_a_client_that_leaves_costs_others_no_process(grids: EncoderProcess) -> None:
@@ -130,7 +130,7 @@ async def test_a_client_that_leaves_costs_others_no_process(grids: EncoderProces
     await until(lambda: bool(grids._pool._num_running["a"]))
     left.cancel()
     small = Picture(56, 56, bytes(56 * 56 * 3))
-    assert len(await grids.encode(small, await grids.parts(56, 56), client="b")) == 1
+    assert len((await grids.encode(small, await grids.parts(56, 56), client="b")).chunks) == 1
     assert process_of(grids).pid == pid
 
 

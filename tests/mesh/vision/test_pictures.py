@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from mesh.vision.encoder import EncoderProcess
+from mesh.vision.encoder import EncodedPicture, EncoderProcess
 from mesh.vision.picture_reader import PictureReader, shared_picture_pool
 from mesh.vision.pictures import ModelPictures
+from mesh.vision.placed_encoder import PlacedEncoder
 from spanmesh_proto.errors import InvalidRequest
 from spanmesh_proto.row_ids import FIRST_ROW_ID
 from stages.vision.projector import ProjectorOptions
@@ -24,8 +25,6 @@ from tests.support.tiny_projectors import text_model
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
-
-    from numpy.typing import NDArray
 
     from stages.vision.chunks import PictureParts
     from stages.vision.picture import Picture
@@ -50,7 +49,7 @@ class Counting:
 
     async def encode(
         self, picture: Picture, parts: PictureParts, *, client: str | None = None
-    ) -> tuple[NDArray[np.float32], ...]:
+    ) -> EncodedPicture:
         self.calls.append("encode")
         return await self.inner.encode(picture, parts, client=client)
 
@@ -173,3 +172,37 @@ async def test_errors_name_the_field(made: Parts) -> None:
     with pytest.raises(InvalidRequest, match="is no PNG") as caught:
         await made.pictures.layout(b"text", param="messages[0].content[1]")
     assert caught.value.param == "messages[0].content[1]"
+
+
+@dataclass
+class Elsewhere(Counting):
+    """The same projector on another device."""
+
+    async def facts(self) -> ProjectorFacts:
+        return replace(await self.inner.facts(), identity="ab" * 32)
+
+    async def encode(
+        self, picture: Picture, parts: PictureParts, *, client: str | None = None
+    ) -> EncodedPicture:
+        encoded = await super().encode(picture, parts, client=client)
+        return replace(encoded, identity="ab" * 32)
+
+
+async def test_rows_of_an_encoder_that_has_moved_are_not_those_that_ids_name(made: Parts) -> None:
+    placed = PlacedEncoder(made.encoder.inner)
+    pictures = ModelPictures(placed, made.reader)
+    before = await pictures.layout(PNG)
+    await before.load(0)
+    assert not before.is_carried()
+    await placed.resume(Elsewhere(made.encoder.inner))
+    after = await pictures.layout(PNG)
+    assert after.chunks == before.chunks
+    assert set(after.ids).isdisjoint(each for each in before.ids if each >= FIRST_ROW_ID)
+    await after.load(0)
+    assert not after.is_carried()
+    # A stage was lost, and its rows were dropped.
+    await before.load(0)
+    assert before.is_carried()
+    # Back on the head they are known again.
+    placed.suspend()
+    assert (await pictures.layout(PNG)).ids == before.ids

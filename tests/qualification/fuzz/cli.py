@@ -30,6 +30,9 @@ _KINDS: Final = {
     "flood": "tests.qualification.fuzz.flood:fuzz_flood",
     "kills": "tests.qualification.fuzz.worker_kills:fuzz_kills",
     "prompts": "tests.qualification.fuzz.prompt_fuzz:fuzz_prompts",
+    "pictures": "tests.qualification.fuzz.picture_fuzz:fuzz_pictures",
+    "encoders": "tests.qualification.fuzz.picture_fuzz:fuzz_encoders",
+    "picture_parts": "tests.qualification.fuzz.picture_fuzz:fuzz_picture_parts",
 }
 
 
@@ -61,6 +64,21 @@ _KINDS: Final = {
     type=_CASES,
     metavar="N",
     help="Number of conversations, compared with what reaches the model through each API.",
+)
+@click.option(
+    "--pictures", type=_CASES, metavar="N", help="Number of files of pictures, damaged and hostile."
+)
+@click.option(
+    "--encoders",
+    type=_CASES,
+    metavar="N",
+    help="Number of pictures of odd sizes, for projectors of four kinds.",
+)
+@click.option(
+    "--picture-parts",
+    type=_CASES,
+    metavar="N",
+    help="Number of requests with pictures, and what is none, to the three APIs.",
 )
 @click.option(
     "--flood",

@@ -21,7 +21,7 @@ from spanmesh_proto.errors import ClusterError, MeshError, StageFailed
 from stages.layers import LayerRange
 from stages.runtime.process_memory import StageMemory
 from stages.runtime.stage_runtime import RuntimeOptions
-from stages.serving.actor import AssistantFile, StageActor, StageConfig
+from stages.serving.actor import SecondFile, StageActor, StageConfig
 from stages.serving.scheduler import QueueBarrier
 from stages.serving.server import StageService
 from stages.transport.channels import key_metadata, open_channel
@@ -279,7 +279,7 @@ def assisted(tmp_path: Path) -> StageConfig:
         mesh_id="mesh",
         mesh_key="key",
         cache_dir=str(tmp_path / "cache"),
-        assistant=AssistantFile(recipes[1].sha256, sources[1]),
+        second_file=SecondFile(recipes[1].sha256, sources[1]),
     )
 
 
@@ -293,22 +293,22 @@ async def drafts_off(config: StageConfig) -> str | None:
         assert actor._stage is not None
         content = await actor.content()
         assert content is not None
-        assert content.assistant == (config.assistant.sha256 if config.assistant is not None else "")
+        assert content.assistant == (config.second_file.sha256 if config.second_file is not None else "")
         stats = actor._stage.stats()
         return stats.drafts_off if stats.HasField("drafts_off") else None
     finally:
         await actor.stop()
-        assert actor._held_beside is None
+        assert actor._held == []
 
 
 async def test_a_tail_brings_its_assistant_and_loads_it(assisted: StageConfig, tmp_path: Path) -> None:
     assert await drafts_off(assisted) == ""
-    assert assisted.assistant is not None
+    assert assisted.second_file is not None
     # It lies in the cache now, where another stage finds it.
     (tmp_path / "assistant.gguf").unlink()
-    nowhere = replace(assisted.assistant, source=FetchSource("127.0.0.1:1", b"", ""))
-    assert await drafts_off(replace(assisted, assistant=nowhere)) == ""
-    assert await drafts_off(replace(assisted, assistant=None)) is None
+    nowhere = replace(assisted.second_file, source=FetchSource("127.0.0.1:1", b"", ""))
+    assert await drafts_off(replace(assisted, second_file=nowhere)) == ""
+    assert await drafts_off(replace(assisted, second_file=None)) is None
 
 
 async def test_an_assistant_that_cannot_be_loaded_is_done_without(assisted: StageConfig) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.api.bodies import BodyBudget, BodyHold
+from mesh.api.bodies import MOST_PICTURE_BODY_BYTES, BodyBudget, BodyHold
 from spanmesh_proto.errors import Overloaded
 
 
@@ -81,10 +81,30 @@ async def test_waits_have_an_end() -> None:
     await holds[0].take(10)
     await holds[1].take(10)
     with pytest.raises(
-        Overloaded, match=r"bodies of other requests take all of the memory.*try again in 5 s"
+        Overloaded, match=r"with this API key that are not answered yet hold 20 bytes of bodies.*again in 5 s"
     ):
         await holds[2].take(10)
+    for _ in range(2):
+        await BodyHold(budget, "bob").take(10)
+    with pytest.raises(
+        Overloaded, match=r"bodies of other requests take all of the memory.*try again in 5 s"
+    ):
+        await BodyHold(budget, "eve").take(10)
     assert not budget.is_wanted
+
+
+async def test_bodies_with_pictures_are_more_for_a_client_and_no_more_in_all() -> None:
+    size = MOST_PICTURE_BODY_BYTES
+    budget = BodyBudget(body_bytes=lambda: size, max_wait_s=0.01)
+    for _ in range(4):
+        await BodyHold(budget, "ann").take(size)
+    with pytest.raises(Overloaded, match="with this API key that are not answered yet"):
+        await BodyHold(budget, "ann").take(size)
+    for _ in range(4):
+        await BodyHold(budget, "bob").take(size)
+    with pytest.raises(Overloaded, match="bodies of other requests"):
+        await BodyHold(budget, "eve").take(1)
+    assert budget.num_bytes == 8 * size
 
 
 async def test_requests_that_wait_are_bounded() -> None:

@@ -9,7 +9,6 @@ import pytest
 import pytest_asyncio
 
 from mesh.serve.pictures import ServedPictures
-from mesh.vision.pictures import ModelPictures
 from tests.support.api_harness import MODEL
 from tests.support.colour_words import NUM_ROWS, counting_encoder, image_url, write_colours
 from tests.support.mesh_in_process import mesh_in_process
@@ -39,7 +38,7 @@ def encoder(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 async def served(
     smollm2_path: Path, cut_stages: None, encoder: CountingEncoder
 ) -> AsyncIterator[MeshInProcess]:
-    pictures = ServedPictures(ModelPictures(encoder), "mmproj.gguf")
+    pictures = ServedPictures.of(encoder)
     async with mesh_in_process(smollm2_path, pictures=pictures) as served:
         yield served
 
