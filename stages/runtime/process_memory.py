@@ -181,8 +181,10 @@ def resident_bytes() -> int:
 
 def peak_resident_bytes() -> int:
     """The most resident memory that this process has had, mapped files included."""
+    if sys.platform == "linux":
+        # `getrusage` counts what the process that started this one had, too.
+        return _status_bytes("VmHWM")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in KiB, macOS in bytes.
     return peak if sys.platform == "darwin" else peak * 1024
 
 
@@ -193,10 +195,13 @@ def _own() -> psutil.Process:
 
 def anonymous_bytes() -> int:
     """Anonymous memory of this process; 0 without Linux."""
-    if sys.platform != "linux":
-        return 0
+    return _status_bytes("RssAnon") if sys.platform == "linux" else 0
+
+
+def _status_bytes(name: str) -> int:
+    """A line of this process's status in Linux; 0 without it."""
     for line in (_SELF / "status").read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith("RssAnon:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0
 
