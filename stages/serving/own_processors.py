@@ -22,30 +22,22 @@ if TYPE_CHECKING:
 _TASKS: Final = Path("/proc/self/task")
 
 
-class OwnProcessors:
-    """Keeps the threads of a team apart, from its first computation on.
+@contextmanager
+def own_processors(num_threads: int) -> Iterator[None]:
+    """Give each thread of a team that first computes in the block a processor of its own.
 
     Args:
-        num_threads: Threads of the team, that which computes among them.
+        num_threads: Threads of the team, this one among them.
     """
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._is_due = sys.platform == "linux" and num_threads > 1
-
-    @contextmanager
-    def first_time(self) -> Iterator[None]:
-        """Look which threads the first computation starts, and give each a processor of its own."""
-        if not self._is_due:
-            yield
-            return
-        before = _threads()
+    if sys.platform != "linux" or num_threads == 1:
         yield
-        self._is_due = False
-        team = [threading.get_native_id(), *sorted(_threads() - before)]
-        # Others that began at the same time cannot be told from them.
-        if len(team) == self._num_threads:
-            keep_apart(team)
+        return
+    before = _threads()
+    yield
+    team = [threading.get_native_id(), *sorted(_threads() - before)]
+    # Others that began at the same time cannot be told from them.
+    if len(team) == num_threads:
+        keep_apart(team)
 
 
 def keep_apart(team: list[int]) -> None:

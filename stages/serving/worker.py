@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -12,12 +13,13 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, StageFailed, wire_of
 from stages.sampling.sampler import to_wire
-from stages.serving.own_processors import OwnProcessors
+from stages.serving.own_processors import own_processors
 from stages.serving.scheduler import QueueBarrier
 from stages.transport.hidden_codec import TO_WIRE, HiddenType, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 _LONGEST_IN_LOOP_US: Final = 15_000
 # A stage that has been idle for less is busy: there, messages are better read while it computes.
 _LEAST_IDLE_US: Final = 1_000
+_NOTHING: Final = nullcontext()
 
 log = structlog.get_logger()
 
@@ -110,7 +113,8 @@ class StageWorker(threading.Thread):
         self._on_failures = on_failures
         self._on_ended = on_ended
         self._plugs = plugs
-        self._processors = OwnProcessors(runtime.num_threads)
+        # Around the next computation; the first one starts llama.cpp's threads.
+        self._around: AbstractContextManager[None] = own_processors(runtime.num_threads)
         # Held by the thread that computes.
         self._turn = threading.Lock()
         self._finished_us = clock_us()
@@ -292,7 +296,8 @@ class StageWorker(threading.Thread):
 
     def _compute(self, windows: list[QueuedWindow], started_us: int) -> None:
         try:
-            with self._processors.first_time():
+            around, self._around = self._around, _NOTHING
+            with around:
                 outputs = self._runtime.decode(
                     [replace(window.to_compute, may_be_padded=not window.is_chunk) for window in windows],
                     is_tapped=any(plug.taps(windows) for plug in self._plugs),

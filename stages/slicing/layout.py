@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from stages.slicing.source_model import SourceModel
 
 # To be raised when the file for the same source and layers changes.
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 # Rows of an unused embedding. llama.cpp also copies a row of logits, one float for each, per output row of a
 # stage, so few are cheap twice.
 FILLER_VOCAB: Final = 8

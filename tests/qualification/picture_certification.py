@@ -47,7 +47,7 @@ _CTX_SIZE: Final = 512
 _LEAST_COLUMNS: Final = 64
 
 
-class WholeModel:
+class MtmdModel:
     """A whole model and its projector, evaluated by libmtmd.
 
     Args:
@@ -160,7 +160,7 @@ def certify_pictures(model: Path, projector: Path, *, exact: bool, most_cuts: in
         repacks=_is_wide(model),
         most_at_once=max((len(part.ids) for part in prompts[0] if part.sees_all), default=0),
     )
-    with closing(WholeModel(model, projector, settings, options.most_tokens)) as whole:
+    with closing(MtmdModel(model, projector, settings, options.most_tokens)) as whole:
         expected, other = (whole.logits(_pictures(seed)) for seed in (1, 2))
         window = whole.most_rows
     # Where the head gathers no rows, libmtmd's logits behind a prompt are those of another row.

@@ -12,7 +12,7 @@ import pytest
 from stages.process_limits import num_usable
 from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.serving.own_processors import OwnProcessors, _threads
+from stages.serving.own_processors import _threads, own_processors
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
@@ -28,10 +28,9 @@ def bound(model: Path, num_threads: int) -> list[set[int]]:
     def compute() -> None:
         runtime = StageRuntime(model, RuntimeOptions(num_slots=1, ctx_size=64, num_threads=num_threads))
         before = _threads()
-        processors = OwnProcessors(num_threads)
-        for start in range(2):
-            with processors.first_time():
-                runtime.decode([Span(0, start, [5])])
+        with own_processors(num_threads):
+            runtime.decode([Span(0, 0, [5])])
+        runtime.decode([Span(0, 1, [5])])
         team = {threading.get_native_id()} | (_threads() - before)
         found.extend(os.sched_getaffinity(each) for each in team)
         runtime.close()
