@@ -1,7 +1,7 @@
 """Certification of models that read pictures: libmtmd's own evaluation of the whole model against stages.
 
 A prompt has two pictures with text between them, and tokens follow it. The expected logits come from
-`mtmd_helper_eval_chunks`: its chunks, its positions and its switch of attention. Pictures reach the stages as
+its helpers: its chunks, its positions and its switch of attention. Pictures reach the stages as
 they do in a mesh: by `stages.vision.projector`, with ids of their rows.
 """
 
@@ -19,6 +19,7 @@ from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel, MeshError
 from spanmesh_proto.image_chunk import ImageChunk
 from stages.gguf import read_header
+from stages.runtime.llama_libraries import loaded_kernels, tiled_products
 from stages.runtime.numerics import EXACT_MAX_ROWS
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.source_model import read_source
@@ -86,21 +87,45 @@ class MtmdModel:
         past = llama_cpp.llama_pos(0)
         chunks = self._chunks(pictures)
         try:
-            status = self._mtmd.mtmd_helper_eval_chunks(
-                self._projector,
-                self._context,
-                chunks,
-                0,
-                0,
-                self.most_rows,
-                True,  # noqa: FBT003 - logits of the last row
-                ctypes.byref(past),
-            )
+            for index in range(self._mtmd.mtmd_input_chunks_size(chunks)):
+                chunk = self._mtmd.mtmd_input_chunks_get(chunks, index)
+                is_text = self._mtmd.mtmd_input_chunk_get_type(chunk) == self._mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT
+                status = (self._read_text if is_text else self._read_picture)(chunk, past)
+                if status != 0:
+                    raise InvalidModel(f"libmtmd evaluated chunk {index} with status {status}")
         finally:
             self._mtmd.mtmd_input_chunks_free(chunks)
-        if status != 0:
-            raise InvalidModel(f"mtmd_helper_eval_chunks failed with status {status}")
         return [self._last(), *(self._next(token, past.value + at) for at, token in enumerate(_ANSWER))]
+
+    def _read_text(self, chunk: Any, past: ctypes.c_int32) -> int:
+        status: int = self._mtmd.mtmd_helper_eval_chunk_single(
+            self._projector,
+            self._context,
+            chunk,
+            past.value,
+            0,
+            self.most_rows,
+            True,  # noqa: FBT003 - logits of the last row
+            ctypes.byref(past),
+        )
+        return status
+
+    def _read_picture(self, chunk: Any, past: ctypes.c_int32) -> int:
+        # Its rows in the bits that a mesh has: stages are compared, not products of matrices.
+        with tiled_products(loaded_kernels()):
+            status: int = self._mtmd.mtmd_encode_chunk(self._projector, chunk)
+        return status or self._mtmd.mtmd_helper_decode_image_chunk(
+            self._projector,
+            self._context,
+            chunk,
+            self._mtmd.mtmd_get_output_embd(self._projector),
+            past.value,
+            0,
+            self.most_rows,
+            ctypes.byref(past),
+            self._mtmd.mtmd_helper_post_decode_callback(),
+            None,
+        )
 
     def _chunks(self, pictures: Sequence[Picture]) -> Any:
         text = _MARKER.join(_TEXTS).encode()
