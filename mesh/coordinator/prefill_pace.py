@@ -28,6 +28,9 @@ _TILE: Final = 4
 _LARGE_TILE: Final = 16
 # While others decode, chunks may add this to the time of their tokens, as a multiple of it without prefill.
 _MOST_DELAY: Final = 1.5
+# Likewise chunks of a prompt with rows that are no tokens: what makes the rows has taken others' time before,
+# and its own answer waits for more than its chunks.
+_MOST_DELAY_OF_ROWS: Final = 0.75
 _MOST_IN_FLIGHT: Final = 16
 _WEIGHT: Final = 0.25
 # Behind the last chunk so many windows at least, and two of each session, may still have met one.
@@ -68,16 +71,17 @@ class PrefillPace:
         self._share = 1.0
         self._network_ms: float | None = None
 
-    def rows(self, num_tokens: int, *, is_replay: bool = False) -> int:
+    def rows(self, num_tokens: int, *, has_rows: bool = False, is_replay: bool = False) -> int:
         """Rows of the next chunk.
 
         Args:
             num_tokens: Tokens of the whole prompt that were not cached when it began.
+            has_rows: Whether some of them are rows that are no tokens.
             is_replay: Whether an answer stands still until the replay ends. Sessions that already continue
                 can wait longer than for each other's prompts: total waiting is least if all is computed soon.
         """
         if self.num_decoding and not is_replay:
-            return self._rows_among_others()
+            return self._rows_among_others(_MOST_DELAY_OF_ROWS if has_rows else _MOST_DELAY)
         if self._num_stages == 1:
             return self._max_rows
         fine = min(_CHUNKS_PER_STAGE * self._num_stages, num_tokens // _FEWEST_ROWS_ALONE)
@@ -151,13 +155,13 @@ class PrefillPace:
         self._network_ms = moved(self._network_ms, network_ms, _WEIGHT)
         return self._network_ms
 
-    def _rows_among_others(self) -> int:
+    def _rows_among_others(self, most_delay: float) -> int:
         if not self._row_ms or not self._window_ms:
             return min(_ROWS_UNMEASURED, self._max_rows)
         window_ms = min(self._window_ms, self._expected_ms or self._window_ms)
         # Below one chunk in flight, the chunk shrinks.
         size = min(1.0, (self._num_stages + 1) * self._share)
-        hold_ms = size * _MOST_DELAY * window_ms / self._num_stages
+        hold_ms = size * most_delay * window_ms / self._num_stages
         rows = max(1, min(self._max_rows, int(hold_ms / self._row_ms)))
         return rows if rows < _TILE else rows - rows % _TILE
 

@@ -598,11 +598,11 @@ class Session:
     def _prefill(self) -> None:
         """Keep as many chunks of the prompt in flight as keep the stages busy."""
         generation, pace = self._generation, self._active_ring.prefill_pace
-        is_replay = self._on_replayed is not None
+        has_rows, is_replay = bool(generation.request.inputs), self._on_replayed is not None
         while not generation.is_prefilled:
             if any(plug.awaits(generation.num_prefilled) for plug in self._plugs):
                 break
-            rows = pace.rows(generation.num_to_prefill, is_replay=is_replay)
+            rows = pace.rows(generation.num_to_prefill, has_rows=has_rows, is_replay=is_replay)
             if generation.num_in_flight >= pace.num_in_flight(rows, is_replay=is_replay):
                 break
             self._send(generation.prefill(rows))

@@ -65,6 +65,16 @@ def test_a_slow_network_takes_more_chunks_under_way() -> None:
     assert far.num_in_flight(128) == 8
 
 
+def test_others_wait_less_for_a_prompt_with_rows_that_are_no_tokens() -> None:
+    pace = PrefillPace(3, max_rows=512)
+    pace.num_decoding = 1
+    for _ in range(40):
+        pace.learn_chunk([StageMeasure(32, 5.0, 32.0)] * 3, elapsed_ms=111.0)
+        pace.learn_window([StageMeasure(1, 0.0, 32.0)] * 3, elapsed_ms=111.0)
+    # Half as many, in whole tiles.
+    assert (pace.rows(600), pace.rows(600, has_rows=True)) == (52, 24)
+
+
 def test_a_replay_is_not_held_up_by_those_whose_answers_go_on() -> None:
     pace = PrefillPace(3, max_rows=512)
     alone = pace.rows(600)
