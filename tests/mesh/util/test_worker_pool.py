@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -148,6 +149,29 @@ def test_a_job_that_yields_and_gets_no_processor_is_done_like_others() -> None:
         assert int(pool.run_blocking(b"policy 0", bytes(2**16))) == os.SCHED_IDLE
     finally:
         pool.close()
+
+
+def test_the_end_starts_no_process_anew(tmp_path: Path) -> None:
+    """Something has killed the worker of a job, which is about to be tried once more."""
+    gate = tmp_path / "gate"
+    gate.touch()
+    pool = make_pool(num_workers=1, memory_mib=0, environment={"GATE": str(gate)})
+    closing = threading.Thread(target=pool.close)
+    try:
+        pool.run_blocking(b"echo")
+        (worker,) = pool._workers
+        former = worker._process
+        gate.unlink()
+        job = pool._submit(b"end SIGKILL", b"", None, None)
+        while worker._process in {former, None}:
+            time.sleep(0.01)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+        assert isinstance(job.answer.exception(), WorkerEnded)
+    finally:
+        gate.touch()
+        closing.join()
 
 
 async def test_behind_a_long_job_for_a_model_its_client_has_no_pause(holder: WorkerPool) -> None:
