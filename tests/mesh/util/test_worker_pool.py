@@ -15,6 +15,7 @@ from types import MappingProxyType
 import psutil
 import pytest
 
+from mesh.util import worker_main
 from mesh.util.worker_pool import WorkerEnded, WorkerPool
 from spanmesh_proto.errors import Overloaded
 from stages.process_limits import num_usable
@@ -149,6 +150,24 @@ def test_a_job_that_yields_and_gets_no_processor_is_done_like_others() -> None:
         assert int(pool.run_blocking(b"policy 0", bytes(2**16))) == os.SCHED_IDLE
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize(
+    ("since", "now", "is_starved"),
+    [
+        # Nanoseconds of computing and of waiting: fed, hungry, and waiting for something else.
+        ({"1": (0, 0)}, {"1": (60, 940)}, False),
+        ({"1": (0, 0)}, {"1": (40, 960)}, True),
+        ({"1": (70, 30)}, {"1": (70, 30)}, False),
+        # A thread has ended, or begun.
+        ({"1": (500, 0), "2": (900, 0)}, {"1": (700, 300)}, False),
+        ({"1": (500, 0)}, {"1": (500, 0), "2": (1, 99)}, True),
+    ],
+)
+def test_threads_that_end_take_no_share_of_those_that_compute(
+    since: dict[str, tuple[int, int]], now: dict[str, tuple[int, int]], *, is_starved: bool
+) -> None:
+    assert worker_main._is_starved(since, now) is is_starved
 
 
 def test_the_end_starts_no_process_anew(tmp_path: Path) -> None:
