@@ -17,8 +17,7 @@ import structlog
 
 from mesh.text.answer_format import format_told
 from mesh.text.text_jobs import TextModel, packed_job
-from mesh.util.worker_answers import unpacked_answer
-from mesh.util.worker_pool import WorkerEnded, WorkerPool
+from mesh.util.worker_pool import WorkerEnded, WorkerPool, unpacked_answer
 from spanmesh_proto.errors import InvalidRequest, RequestError
 from stages.gguf import read_one_header
 from stages.process_limits import num_usable

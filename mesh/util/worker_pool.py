@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -23,13 +24,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING, Final, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
 
 import structlog
 
 from mesh.util.fair_queue import FairQueue
+from mesh.util.worker_answers import HEAD_BYTES
 from mesh.util.worker_main import ANSWER, BEGUN, EXIT_MEMORY, EXIT_STARVED, JOB, READY, SHORT_BYTES
-from spanmesh_proto.errors import Overloaded
+from spanmesh_proto.errors import WIRE, Overloaded
 from stages.runtime.process_memory import ALLOCATOR
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ _GRACE_S: Final = 1.0
 # No limit ends a process by these signals: what did so was no job, and it gets a new process a few times.
 _FROM_OUTSIDE: Final = frozenset({-signal.SIGKILL, -signal.SIGTERM})
 _MAX_KILLED: Final = 8
+_KINDS: Final = {kind.__name__: kind for kind in WIRE}
 _MAX_ANSWER_BYTES: Final = 2**30
 _RETRY_AFTER_S: Final = 2
 # As much as Linux permits without privileges.
@@ -510,6 +513,22 @@ class _Worker:
             while rest:
                 # Not through the file, which would write the rest of a job once more when it is closed.
                 rest = rest[os.write(self._process.stdin.fileno(), rest) :]
+
+
+def unpacked_answer(answer: bytes) -> tuple[dict[str, Any], memoryview]:
+    """Values and bytes of an answer of `mesh.util.worker_answers`.
+
+    Not there, since a chat enters this file in any case, and is to enter few.
+
+    Raises:
+        MeshError: If it is one.
+    """
+    (num_bytes,) = HEAD_BYTES.unpack_from(answer)
+    start = HEAD_BYTES.size + num_bytes
+    values: dict[str, Any] = json.loads(answer[HEAD_BYTES.size : start])
+    if (told := values.get("error")) is not None:
+        raise _KINDS[told["kind"]](told["message"], param=told["param"])
+    return values, memoryview(answer)[start:]
 
 
 def _decrement(counts: Counter[str | None], client: str | None) -> None:

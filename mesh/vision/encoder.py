@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 from mesh.util.child_environment import inherited_environment
-from mesh.util.worker_answers import unpacked_answer
-from mesh.util.worker_pool import WorkerEnded, WorkerPool
+from mesh.util.worker_pool import WorkerEnded, WorkerPool, unpacked_answer
 from spanmesh_proto.errors import InvalidModel, InvalidRequest, ProtocolError
 from stages.runtime.process_memory import ALLOCATOR
 from stages.vision.chunks import PictureParts

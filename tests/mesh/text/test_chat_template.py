@@ -11,7 +11,7 @@ from mesh.text.chat_template import CHATML, PLAIN, ChatTemplate, template_source
 from mesh.text.text_jobs import TextModel
 from mesh.text.text_worker import ModelTexts, do_prompt
 from mesh.text.tokenizer import Tokenizer
-from mesh.util.worker_answers import unpacked_answer
+from mesh.util.worker_pool import unpacked_answer
 from spanmesh_proto.errors import InvalidRequest
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

@@ -16,7 +16,7 @@ from mesh.text import text_worker
 from mesh.text.answer_format import MARKS
 from mesh.text.text_jobs import TextModel, packed_job
 from mesh.text.tokenizer import Tokenizer, stamp_of
-from mesh.util.worker_answers import unpacked_answer
+from mesh.util.worker_pool import unpacked_answer
 from tests.support.chat_templates import collected_templates
 from tests.support.prompt_digests import (
     NOW,

@@ -116,13 +116,13 @@ class Attack:
     """Sends pictures, and notes what becomes of them.
 
     Args:
-        url: Of the mesh.
+        http: Client of the mesh.
         process: The head.
         findings: Take the results.
     """
 
-    def __init__(self, url: str, process: psutil.Process, findings: Findings) -> None:
-        self._http = httpx.Client(base_url=url, timeout=120.0, trust_env=False)
+    def __init__(self, http: httpx.Client, process: psutil.Process, findings: Findings) -> None:
+        self._http = http
         self._process = process
         self._findings = findings
         self._endpoints = itertools.cycle(_APIS)
@@ -217,8 +217,9 @@ def measure(folder: Path, num_pictures: int, num_rounds: int, seed: int, options
         (folder / "mesh.log").open("w+b") as mesh_log,
         own_mesh(arguments, mesh_log) as mesh,
         LoadClient(None) as client,
+        httpx.Client(base_url=mesh.url, timeout=120.0, trust_env=False) as http,
     ):
-        attack = Attack(mesh.url, psutil.Process(mesh.process.pid), findings)
+        attack = Attack(http, psutil.Process(mesh.process.pid), findings)
         if not attack.is_answered():
             raise MeshError("the mesh does not read a valid picture")
         # Nothing measured is a first time; two decoders, and what they need.
