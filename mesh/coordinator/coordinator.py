@@ -429,16 +429,22 @@ class Coordinator:
     def _expect(self, session: Session, tokens: Sequence[int], floor: int = 0) -> None:
         """Record what the slot of a session will hold; see `PrefixCache.expect`."""
         self._slots.prefix_cache.expect(
-            session.slot, session.request.client, tokens, floor=floor, is_carried=session.is_carried
+            session.slot,
+            session.request.client,
+            tokens[: session.num_named],
+            floor=floor,
+            is_carried=session.is_carried,
         )
 
     def _keep(self, session: Session, computed: Sequence[int], floor: int) -> None:
         """Record what the slot of a session holds; see `PrefixCache.keep`."""
+        num_named, points = session.num_named, session.return_points
         self._slots.prefix_cache.keep(
             session.slot,
             session.request.client,
-            computed,
-            session.return_points,
+            computed[:num_named],
+            # A point at the end would count as the end of what the slot holds, which is more.
+            points if num_named is None else [point for point in points if point < num_named],
             floor=floor,
             is_carried=session.is_carried,
         )

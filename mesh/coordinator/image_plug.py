@@ -124,9 +124,9 @@ class ImageSession(SessionPlug):
         self._kept.drop(self._owner)
 
     @property
-    def is_carried(self) -> bool:
-        """Whether the encoder has moved since the prompt was made."""
-        return any(each.is_carried() for each in self._inputs)
+    def num_named(self) -> int | None:
+        """Number of rows before the first image of an encoder that has moved since the prompt was made."""
+        return next((each.chunk.first_row for each in self._inputs if each.is_carried()), None)
 
     def opening(self, message: wire.Open) -> None:
         """Name the chunks to the stages."""

@@ -71,9 +71,9 @@ class SessionPlug:
         return False
 
     @property
-    def is_carried(self) -> bool:
-        """Whether what it sent makes rows of the session others than their ids say; see `PrefixMatch`."""
-        return False
+    def num_named(self) -> int | None:
+        """Number of the prompt's first rows that are what their ids say; None for all."""
+        return None
 
     def sending(self, window_id: int, plan: WindowPlan, message: wire.Window) -> None:
         """Add to a window that is about to leave what stages are to do beside it."""

@@ -174,9 +174,15 @@ class Session:
         self._is_carried = False
 
     @property
+    def num_named(self) -> int | None:
+        """Number of its first rows that are what their ids say; None for all."""
+        found = (plug.num_named for plug in self._plugs)
+        return min((num for num in found if num is not None), default=None)
+
+    @property
     def is_carried(self) -> bool:
         """See `PrefixMatch`."""
-        return self._is_carried or any(plug.is_carried for plug in self._plugs)
+        return self._is_carried or self.num_named is not None
 
     @is_carried.setter
     def is_carried(self, is_carried: bool) -> None:

@@ -33,7 +33,7 @@ class WithIncidents(Protocol):
 
     @property
     def incidents(self) -> Incidents:
-        """They."""
+        """Its recent failures."""
 
 
 class OnHosts(Protocol):

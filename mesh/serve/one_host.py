@@ -277,16 +277,17 @@ class OneHostDeployment:
         credentials = new_ring_credentials(self._term)
         try:
             (at,) = await wire_up(stages, credentials, self._on_error)
+            identity = self._head.authority.own_identity(["coordinator"], self._head.own.address)
+            link = await self._model.answer_at(at.address, at.host, credentials.mesh_key, identity)
         except BaseException:
             for stage in stages:
                 if stage.handle is not None:
                     stage.handle.kill()
             self._pipeline.intended = ()
             raise
+        self._link = link
         self._pipeline.stages, self._pipeline.intended = stages, ()
         self._pipeline.credentials = credentials
-        identity = self._head.authority.own_identity(["coordinator"], self._head.own.address)
-        self._link = await self._model.answer_at(at.address, at.host, credentials.mesh_key, identity)
         self._forget_failures()
 
     async def _supervise(self, crash_logs: CrashLogs) -> NoReturn:

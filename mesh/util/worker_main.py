@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
 # Bytes of the header and of the payload; most seconds of computing, and most seconds by the clock; whether it
@@ -201,27 +201,40 @@ def _yield_processors() -> bool:
 
 def _fed(job: Future[int]) -> int:
     """Result of a job that yields; ends the process if it gets no processor."""
-    ran, waited = _scheduled()
+    now = _scheduled()
     while not wait([job], _LOOK_S).done:
-        since, (ran, waited) = (ran, waited), _scheduled()
-        ran_more, waited_more = ran - since[0], waited - since[1]
-        if ran_more < _LEAST_SHARE * (ran_more + waited_more):
+        since, now = now, _scheduled()
+        if _is_starved(since, now):
             os._exit(EXIT_STARVED)
     return job.result()
 
 
-def _scheduled() -> tuple[int, int]:
-    """Nanoseconds that the threads of this process computed, and that they waited for a processor.
+def _is_starved(since: Mapping[str, tuple[int, int]], now: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether threads that are there now had to wait for processors nearly all the time.
 
-    Source: https://docs.kernel.org/scheduler/sched-stats.html; zeros where the kernel does not tell.
+    Args:
+        since: Result of `_scheduled` a while ago; threads that have ended since then do not count.
+        now: The same of now.
     """
     ran = waited = 0
+    for thread, (own_ran, own_waited) in now.items():
+        former_ran, former_waited = since.get(thread, (0, 0))
+        ran, waited = ran + own_ran - former_ran, waited + own_waited - former_waited
+    return ran < _LEAST_SHARE * (ran + waited)
+
+
+def _scheduled() -> dict[str, tuple[int, int]]:
+    """Nanoseconds that each thread of this process computed, and that it waited for a processor.
+
+    Source: https://docs.kernel.org/scheduler/sched-stats.html; empty where the kernel does not tell.
+    """
+    found = {}
     for path in Path("/proc/self/task").glob("*/schedstat"):
         # A thread may end meanwhile.
         with suppress(OSError, ValueError):
-            own_ran, own_waited, _ = map(int, path.read_text(encoding="ascii").split())
-            ran, waited = ran + own_ran, waited + own_waited
-    return ran, waited
+            ran, waited, _ = map(int, path.read_text(encoding="ascii").split())
+            found[path.parent.name] = ran, waited
+    return found
 
 
 def _take_output() -> IO[bytes]:

@@ -208,7 +208,7 @@ class WorkerPool:
             while (job := self._queue.next()) is not None:
                 job.answer.cancel()
             for worker in self._workers:
-                worker.kill()
+                worker.retire()
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
@@ -267,9 +267,6 @@ class WorkerPool:
     def _start(self, worker: _Worker) -> None:
         with suppress(OSError):  # tried again with the next job
             worker.start()
-        with self._changed:
-            if self._is_closed:
-                worker.kill()
         worker.wait_until_up()
 
     def _take(self, worker: _Worker) -> bool:
@@ -396,7 +393,7 @@ class _OutputEnded(Exception):
 
 
 class _Worker:
-    """A worker's process, started when it is needed. Used by one thread, but for `kill`.
+    """A worker's process, started when it is needed. Used by one thread, but for `kill` and `retire`.
 
     Args:
         command: Program and arguments.
@@ -413,6 +410,7 @@ class _Worker:
         self._wall_limit_s = wall_limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._is_up = False
+        self._is_retired = False
         self.job: _Job | None = None
 
     def start(self) -> None:
@@ -429,6 +427,8 @@ class _Worker:
             env=self._environment,
         )
         self._is_up = False
+        if self._is_retired:
+            self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             _widen(pipe)
 
@@ -444,6 +444,11 @@ class _Worker:
         process = self._process
         if process is not None:
             process.kill()
+
+    def retire(self) -> None:
+        """End the process, and each that is started later: a job may be about to be tried again."""
+        self._is_retired = True
+        self.kill()
 
     def end(self) -> None:
         """End the process, and forget it."""

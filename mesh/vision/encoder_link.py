@@ -28,6 +28,11 @@ _NUM_UNDER_WAY: Final = 2
 _RETRY_AFTER_S: Final = 2
 # For pictures under way when the projector moves to another host.
 _GRACE_S: Final = 30.0
+# Of facts, and of the parts of a picture; of what an answer has beside rows.
+_TOLD_BYTES: Final = 2**16
+# What a message counts for at least.
+_LEAST_BYTES: Final = 2**10
+_F32_BYTES: Final = 4
 
 
 class EncoderLink:
@@ -49,19 +54,20 @@ class EncoderLink:
         self._stub = rpc.PicturesStub(self._channel)
         self._turns = FairTurns(_NUM_UNDER_WAY, MAX_WAITING, "pictures", retry_after_s=_RETRY_AFTER_S)
         self._facts: ProjectorFacts | None = None
+        self._is_given_up = False
 
     async def facts(self) -> ProjectorFacts:
         """See `PictureEncoder.facts`."""
         if self._facts is None:
-            (message,) = await self._answers(self._stub.GetFacts, wire.FactsRequest(), None)
-            self._facts = facts_of(message)
+            messages = await self._answers(self._stub.GetFacts, wire.FactsRequest(), None)
+            self._facts = facts_of(messages[0])
         return self._facts
 
     async def parts(self, width: int, height: int, *, client: str | None = None) -> PictureParts:
         """See `PictureEncoder.parts`."""
         request = wire.PartsRequest(width=width, height=height)
-        (message,) = await self._answers(self._stub.GetParts, request, client)
-        return parts_of(message)
+        messages = await self._answers(self._stub.GetParts, request, client)
+        return parts_of(messages[0])
 
     async def encode(
         self, picture: Picture, parts: PictureParts, *, client: str | None = None
@@ -69,25 +75,39 @@ class EncoderLink:
         """See `PictureEncoder.encode`."""
         facts = await self.facts()
         request = wire.EncodeRequest(width=picture.width, height=picture.height, rgb=bytes(picture.rgb))
-        messages = await self._answers(self._stub.Encode, request, client)
+        num_bytes = parts.num_rows * facts.width * _F32_BYTES
+        messages = await self._answers(self._stub.Encode, request, client, num_bytes)
         data = b"".join(message.data for message in messages)
         chunks = await asyncio.to_thread(rows_of, data, parts, facts.width)
         return EncodedPicture(chunks, messages[0].identity)
 
     async def retire(self) -> None:
         """Close the channel when the pictures under way are encoded, or after half a minute."""
+        self._is_given_up = True
         await self._channel.close(_GRACE_S)
 
     async def close(self) -> None:
         """Close the channel; pictures under way fail."""
+        self._is_given_up = True
         await self._channel.close(None)
 
-    async def _answers(self, method: Any, request: Any, client: str | None) -> list[Any]:
+    async def _answers(
+        self, method: Any, request: Any, client: str | None, num_row_bytes: int = 0
+    ) -> list[Any]:
+        """Messages of an answer, at least one; rows take so many bytes of them."""
         who = f"the encoder of pictures on {self._host}"
         async with self._turns.turn(client):
+            if self._is_given_up:
+                raise HostUnreachable(f"{who} was given up")
             call = method(request, metadata=self._metadata)
+            messages: list[Any] = []
+            room_bytes = num_row_bytes + _TOLD_BYTES
             try:
-                messages = [message async for message in call]
+                async for message in call:
+                    room_bytes -= max(message.ByteSize(), _LEAST_BYTES)
+                    if room_bytes < 0:
+                        raise ProtocolError(f"{who} answers with more than a picture has")
+                    messages.append(message)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.CANCELLED:
                     raise HostUnreachable(f"{who} was given up") from None

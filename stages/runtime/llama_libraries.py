@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -87,6 +88,18 @@ def loaded_kernels() -> ctypes.CDLL | None:
         with suppress(OSError):
             return ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD)
     return None
+
+
+def kernels_sha256(kernels: ctypes.CDLL | None) -> str:
+    """Hash of the file with the processor's kernels, hex: of another build, they may round otherwise.
+
+    Args:
+        kernels: Result of `loaded_kernels`; the hash of None is empty.
+    """
+    if kernels is None:
+        return ""
+    path = Path(kernels._name)  # noqa: SLF001 - there is no public name of it
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def attention_version(kernels: ctypes.CDLL | None) -> int:

@@ -32,10 +32,14 @@ def own_processors(num_threads: int) -> Iterator[None]:
     if sys.platform != "linux" or num_threads == 1:
         yield
         return
+    own = threading.get_native_id()
     before = _threads()
     yield
-    team = [threading.get_native_id(), *sorted(_threads() - before)]
-    # Others that began at the same time cannot be told from them.
+    of_python = {each.native_id for each in threading.enumerate()}
+    # Libraries name the threads that they keep for themselves; those of a team have the name of this one.
+    began = (each for each in sorted(_threads() - before - of_python) if _name(each) == _name(own))
+    team = [own, *began]
+    # Others of the same name that began at the same time cannot be told from them.
     if len(team) == num_threads:
         keep_apart(team)
 
@@ -58,3 +62,10 @@ def _threads() -> set[int]:
     with suppress(OSError):
         return {int(each.name) for each in _TASKS.iterdir()}
     return set()
+
+
+def _name(thread_id: int) -> str:
+    """The kernel's name of a thread: that of the thread which began it, unless it was given another one."""
+    with suppress(OSError):
+        return (_TASKS / str(thread_id) / "comm").read_text(encoding="utf-8", errors="replace")
+    return ""

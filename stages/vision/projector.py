@@ -22,7 +22,7 @@ from stages.gguf import part_paths, read_header
 from stages.runtime.bindings import llama_cpp
 from stages.runtime.devices import GpuPlacing, device_pointers, layer_devices
 from stages.runtime.llama import init_backend, last_complaint, route_log
-from stages.runtime.llama_libraries import has_tiled_products, loaded_kernels, tiled_products
+from stages.runtime.llama_libraries import kernels_sha256, loaded_kernels, tiled_products
 from stages.runtime.process_memory import peak_resident_bytes
 from stages.vision.chunks import PictureParts, encoder_identity
 from stages.vision.library import load_mtmd, mtmd_build
@@ -141,8 +141,7 @@ class Projector:
             sha256 = _unchanged_sha256(path, files, stamps)
             device = self._device
             settings = f"most_tokens={options.most_tokens} computed_by={_computed_by(device)}"
-            if has_tiled_products(self._kernels):
-                settings += ", tiled products"
+            settings += f" kernels={kernels_sha256(self._kernels)}"
             self.facts = ProjectorFacts(
                 kind=kind,
                 width=llama_cpp.llama_model_n_embd_inp(self._model),

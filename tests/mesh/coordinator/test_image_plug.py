@@ -113,6 +113,19 @@ async def test_an_image_that_cannot_be_loaded_ends_its_answer_alone(
     assert kept_of(ring.coordinator).num_bytes == 0
 
 
+async def test_rows_of_another_encoder_are_not_kept_under_the_ids_of_an_image(ring: RepairableRing) -> None:
+    others = [replace(each, content=7) if isinstance(each, FakeImage) else each for each in PARTS]
+    good, other = request_of(PARTS, Loads()), request_of(others, Loads())
+    moved = replace(good.inputs[1], load=other.inputs[1].load, is_carried=lambda: True)
+    said, _ = await collect(ring.coordinator, replace(good, inputs=(good.inputs[0], moved)))
+    # Its own answer goes on with what was loaded.
+    assert said == expected([*PARTS[:3], others[3], *PARTS[4:]]) != expected(PARTS)
+    loads = Loads()
+    assert (await collect(ring.coordinator, request_of(PARTS, loads)))[0] == expected(PARTS)
+    # What is before the image is still known.
+    assert loads.num_rows == 18
+
+
 async def test_what_is_computed_at_once_fits_a_message(ring: RepairableRing) -> None:
     async def load() -> np.ndarray:
         return np.zeros((18, 500_000), np.float32)

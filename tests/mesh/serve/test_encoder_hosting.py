@@ -24,7 +24,8 @@ from mesh.serve.stage_factory import Transfers
 from mesh.serve.vision.hosting import EncoderHosting, hosted_encoder
 from mesh.status import ModelDescription
 from mesh.vision.encoder import EncoderProcess
-from spanmesh_proto.errors import ClusterError, InvalidRequest
+from mesh.vision.placed_encoder import PlacedEncoder
+from spanmesh_proto.errors import ClusterError, HostUnreachable, InvalidRequest
 from stages.vision.picture import Picture
 from stages.vision.projector import ProjectorOptions
 from stages.weights.fetch import FetchSource
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from mesh.cluster.membership_server import MembershipService
     from mesh.serve.head import Head
     from mesh.serve.served_model import ServedModel
+    from mesh.vision.encoder import PictureEncoder
 
 pytestmark = pytest.mark.model
 
@@ -193,6 +195,31 @@ async def test_a_picture_that_ends_the_process_costs_no_host(folder: Path) -> No
         assert mesh.pictures.placed.is_elsewhere
         assert np.array_equal(await mesh.rows(), before)
         assert mesh.incidents.failures == ()
+
+
+async def test_a_process_that_is_loaded_and_does_not_answer_is_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosting(folder, "attic") as mesh:
+        mesh.members.admit(host("attic", LARGE))
+        await mesh.hosting.decided()
+        await mesh.until_on("attic")
+        resume, is_cut = PlacedEncoder.resume, [True]
+
+        async def once_cut(placed: PlacedEncoder, link: PictureEncoder) -> None:
+            if is_cut:
+                is_cut.pop()
+                raise HostUnreachable("the network is cut")
+            await resume(placed, link)
+
+        monkeypatch.setattr(PlacedEncoder, "resume", once_cut)
+        mesh.kill()
+        await until(lambda: mesh.incidents.repairs.count == 1)
+        await mesh.until_on("attic")
+        assert mesh.driver.num_created == 3
+        # Long before it would be an orphan.
+        async with asyncio.timeout(10):
+            await until(lambda: len(processes()) == 1)
 
 
 async def test_a_host_that_leaves_gives_the_encoder_back_to_the_head(folder: Path) -> None:

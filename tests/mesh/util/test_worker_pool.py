@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import MappingProxyType
 import psutil
 import pytest
 
+from mesh.util import worker_main
 from mesh.util.worker_pool import WorkerEnded, WorkerPool
 from spanmesh_proto.errors import Overloaded
 from stages.process_limits import num_usable
@@ -148,6 +150,47 @@ def test_a_job_that_yields_and_gets_no_processor_is_done_like_others() -> None:
         assert int(pool.run_blocking(b"policy 0", bytes(2**16))) == os.SCHED_IDLE
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize(
+    ("since", "now", "is_starved"),
+    [
+        # Nanoseconds of computing and of waiting: fed, hungry, and waiting for something else.
+        ({"1": (0, 0)}, {"1": (60, 940)}, False),
+        ({"1": (0, 0)}, {"1": (40, 960)}, True),
+        ({"1": (70, 30)}, {"1": (70, 30)}, False),
+        # A thread has ended, or begun.
+        ({"1": (500, 0), "2": (900, 0)}, {"1": (700, 300)}, False),
+        ({"1": (500, 0)}, {"1": (500, 0), "2": (1, 99)}, True),
+    ],
+)
+def test_threads_that_end_take_no_share_of_those_that_compute(
+    since: dict[str, tuple[int, int]], now: dict[str, tuple[int, int]], *, is_starved: bool
+) -> None:
+    assert worker_main._is_starved(since, now) is is_starved
+
+
+def test_the_end_starts_no_process_anew(tmp_path: Path) -> None:
+    """Something has killed the worker of a job, which is about to be tried once more."""
+    gate = tmp_path / "gate"
+    gate.touch()
+    pool = make_pool(num_workers=1, memory_mib=0, environment={"GATE": str(gate)})
+    closing = threading.Thread(target=pool.close)
+    try:
+        pool.run_blocking(b"echo")
+        (worker,) = pool._workers
+        former = worker._process
+        gate.unlink()
+        job = pool._submit(b"end SIGKILL", b"", None, None)
+        while worker._process in {former, None}:
+            time.sleep(0.01)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+        assert isinstance(job.answer.exception(), WorkerEnded)
+    finally:
+        gate.touch()
+        closing.join()
 
 
 async def test_behind_a_long_job_for_a_model_its_client_has_no_pause(holder: WorkerPool) -> None:

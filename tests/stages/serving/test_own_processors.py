@@ -58,3 +58,19 @@ def test_fewer_or_more_threads_are_placed_by_the_system(model: Path) -> None:
     mine = os.sched_getaffinity(0)
     for num_threads in (1, len(mine) + 1):
         assert all(each == mine for each in bound(model, num_threads))
+
+
+@pytest.mark.skipif(num_usable() == 1, reason="there is one processor")
+def test_other_threads_that_begin_meanwhile_are_not_bound() -> None:
+    """As many as a team has, as where a GPU computes, which takes no team."""
+    mine, ends = os.sched_getaffinity(0), threading.Event()
+    others = [threading.Thread(target=ends.wait) for _ in range(len(mine) - 1)]
+    try:
+        with own_processors(len(mine)):
+            for each in others:
+                each.start()
+        found = [os.sched_getaffinity(each.native_id or 0) for each in others]
+        assert [*found, os.sched_getaffinity(0)] == [mine] * len(mine)
+    finally:
+        os.sched_setaffinity(0, mine)
+        ends.set()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +16,7 @@ import pytest
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, InvalidModel, InvalidRequest
 from spanmesh_proto.image_chunk import ImageChunk
+from stages.runtime.llama_libraries import library_folder
 from stages.vision.picture import Picture
 from stages.vision.projector import MOST_ROWS, Projector, ProjectorOptions, _chunk_of
 from tests.support import tiny_projectors
@@ -182,6 +187,33 @@ def test_the_identity_is_that_of_the_file_s_content(
         identities.append(found.facts.identity)
         found.close()
     assert identities[0] == projector("llava").facts.identity != identities[1]
+
+
+def test_the_identity_names_the_build_of_kernels_that_computes(
+    options_of: Callable[[str], ProjectorOptions], projector: Callable[[str], Projector], tmp_path: Path
+) -> None:
+    """libmtmd is compiled by itself, so that it is the same beside other kernels."""
+    options = options_of("llava")
+    same, folder = library_folder(), tmp_path / "lib"
+    assert same is not None
+    shutil.copytree(same, folder)
+    for path in folder.glob("*ggml-cpu*"):
+        path.write_bytes(path.read_bytes() + b"\0")
+    program = (
+        "import sys; from stages.vision.projector import Projector, ProjectorOptions;"
+        "print(Projector(ProjectorOptions(*sys.argv[1:], num_threads=1)).facts.identity)"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", program, options.path, options.model],
+            env=os.environ | {"LLAMA_CPP_LIB_PATH": str(each)},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout.strip()
+        for each in (same, folder)
+    ]
+    assert found[0] == projector("llava").facts.identity != found[1]
 
 
 def test_a_projector_of_another_model_is_refused(
