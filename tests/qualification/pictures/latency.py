@@ -2,9 +2,10 @@
 
     python -m tests.qualification.pictures.latency
 
-A mesh on this machine, head, stages and encoder together, and a projector in the sizes of a real one. Streams
-decode all the time. In each round a picture comes, another one each time, and then as long none: the 99th
-percentile of the times between tokens of all streams, by the percentile without.
+A mesh on this machine, head, encoder and the two stages of the demo together, and a projector in the sizes of a
+real one; another layout by `--serve "--stages 1"`. Streams decode all the time. In each round a picture comes,
+another one each time, and then as long none: the 99th percentile of the times between tokens of all streams, by
+the percentile without.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def measure(folder: Path, num_rounds: int, num_streams: int, options: Sequence[s
     files = write_real_sizes(demo_model(), folder)
     arguments = [
         *(str(files.model), "--mmproj", str(files.projector), "--speculate", "off"),
-        *("--ctx-size", "1024", "--parallel", str(num_streams + 1), *options),
+        *("--stages", "2", "--ctx-size", "1024", "--parallel", str(num_streams + 1), *options),
     ]
     streams = Streams(num_streams)
     with (
@@ -138,7 +139,7 @@ def report(rounds: Sequence[Round], num_streams: int, options: Sequence[str]) ->
     conditions: dict[str, Any] = {
         "picture": f"{SIDE} × {SIDE} pixels",
         "streams beside it": num_streams,
-        "options": " ".join(options),
+        "options": " ".join(("--stages 2", *options)),
         "cores": num_usable(),
         "processor": processor_name(),
     }
