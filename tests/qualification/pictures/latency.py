@@ -2,10 +2,10 @@
 
     python -m tests.qualification.pictures.latency
 
-A mesh on this machine, head, encoder and the two stages of the demo together, and a projector in the sizes of a
-real one; another layout by `--serve "--stages 1"`. Streams decode all the time. In each round a picture comes,
-another one each time, and then as long none: the 99th percentile of the times between tokens of all streams, by
-the percentile without.
+A mesh on this machine, head, encoder and the two stages of the demo together, and a projector in the sizes of
+a real one; another layout by `--serve "--stages 1"`. Streams decode all the time. In each round a picture
+comes, another one each time, and then as long none: the 99th percentile of the times between tokens of all
+streams, by the percentile without.
 """
 
 from __future__ import annotations
