@@ -13,9 +13,10 @@ prints by other means goes nowhere.
 
 With MEMORY_BYTES 0 the process holds a model and computes with it: then only time has a limit, and long jobs
 compute where processors are idle, as far as the system can do that. Linux then gives a processor to any other
-thread at once; beside one that is merely nice it does not, and threads that compute a token meet hundreds of
-times. A job that gets next to nothing so ends the process, and comes again with the priority of others: to
-raise a thread again takes a privilege.
+thread of the session at once; beside one that is merely nice it does not, and threads that compute a token
+meet hundreds of times. Many systems share processors among sessions first: the process has one of its own,
+which gets a quarter where another one wants all. A job that gets next to nothing ends the process, and comes
+again with the priority of others: to raise a thread again takes a privilege.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import signal
 import struct
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
@@ -62,6 +64,11 @@ _IDLE_S: Final = 1.0
 _JOB_NICENESS: Final = 15
 _START_NICENESS: Final = 10
 _MOST_NICENESS: Final = 19
+# Share of the session of a process that holds a model: a quarter beside one with the usual niceness.
+_SESSION_NICENESS: Final = 5
+# Linux lets users change the niceness of a session ten times a second, all together.
+_SESSION_TRIES: Final = 20
+_SESSION_TRY_S: Final = 0.11
 # How often a job that yields is looked at, and the least share of a processor that its threads have to get.
 _LOOK_S: Final = 8.0
 _LEAST_SHARE: Final = 0.05
@@ -193,10 +200,26 @@ def _lower_priority(niceness: int) -> None:
 def _yield_processors() -> bool:
     """Have this thread, and those that it starts, compute on idle processors only; False if it cannot."""
     if sys.platform == "linux":
+        _lower_session()
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
             return True
     return False
+
+
+def _lower_session() -> None:
+    """Give this process a session with a small share, where Linux shares processors among sessions.
+
+    Source: sched(7), "The autogroup feature".
+    """
+    # The leader of a group of processes cannot leave its session; a kernel without the feature has no file.
+    with suppress(OSError):
+        os.setsid()
+        for _ in range(_SESSION_TRIES):
+            with suppress(BlockingIOError):
+                Path("/proc/self/autogroup").write_text(str(_SESSION_NICENESS), encoding="ascii")
+                return
+            time.sleep(_SESSION_TRY_S)
 
 
 def _fed(job: Future[int]) -> int:

@@ -54,4 +54,7 @@ if __name__ == "__main__":
     # How often jobs that yield are looked at.
     if look_s := os.environ.get("LOOK_S"):
         worker_main._LOOK_S = float(look_s)  # type: ignore[misc]
+    # A session that gets next to nothing.
+    if niceness := os.environ.get("SESSION_NICENESS"):
+        worker_main._SESSION_NICENESS = int(niceness)  # type: ignore[misc]
     serve(load, int(sys.argv[1]))

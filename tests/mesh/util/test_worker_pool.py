@@ -24,6 +24,7 @@ from tests.support import pool_worker
 
 # A file, since isolated processes know no tests.
 WORKER = str(Path(pool_worker.__file__))
+AUTOGROUP = Path("/proc/self/autogroup")
 
 
 def make_pool(
@@ -138,9 +139,18 @@ def test_what_holds_a_model_yields_and_has_no_limits_but_of_time(holder: WorkerP
         holder.run_blocking(b"spin", cpu_limit_s=0.1)
 
 
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="processors are not shared among sessions")
+def test_what_holds_a_model_has_a_session_with_a_smaller_share(holder: WorkerPool, lone: WorkerPool) -> None:
+    pids = [json.loads(pool.run_blocking(b"look"))["pid"] for pool in (holder, lone)]
+    assert [os.getsid(pid) for pid in pids] == [pids[0], os.getsid(0)]
+    assert Path(f"/proc/{pids[0]}/autogroup").read_text(encoding="ascii").split()[1:] == ["nice", "5"]
+    assert AUTOGROUP.read_text(encoding="ascii") == Path(f"/proc/{pids[1]}/autogroup").read_text("ascii")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="no thread computes on idle processors only")
 def test_a_job_that_yields_and_gets_no_processor_is_done_like_others() -> None:
-    pool = make_pool(num_workers=1, memory_mib=0, environment={"LOOK_S": "0.4"})
+    environment = {"LOOK_S": "0.4", "SESSION_NICENESS": "19"}
+    pool = make_pool(num_workers=1, memory_mib=0, environment=environment)
     try:
         pool.run_blocking(b"echo")
         with busy_programs(2 * num_usable()):
