@@ -24,6 +24,7 @@ from mesh.text.answer_format import (
     Headers,
     Marks,
     common_begin,
+    end_of_reasoning,
 )
 from mesh.text.known_formats import format_by_words
 from mesh.text.message_parts import calls_of
@@ -206,6 +207,17 @@ class _Answers:
         end = self.until_end(self.tail).strip()
         return end if len(end) <= _MOST_MARK_CHARS else ""
 
+    def starts(self, text: str) -> set[int]:
+        """Where what a parser reads of an answer begins: behind the head, and behind the usual prompt.
+
+        The prompt may go on with a part of a mark, or otherwise than the answer. Where it begins reasoning, a
+        parser is told of that.
+        """
+        prompt = self.prompts[0]
+        if end_of_reasoning(prompt, self.reasoning) is not None:
+            return {len(self.head)}
+        return {len(self.head), len(prompt if text.startswith(prompt) else _common_begin(prompt, text))}
+
     def until_end(self, text: str) -> str:
         """A text up to a token that ends answers."""
         at = min((at for at in map(text.find, filter(None, self._ends)) if at >= 0), default=len(text))
@@ -376,7 +388,11 @@ def _is_certain(found: AnswerFormat, answers: _Answers, probes: _Probes, called:
     return (
         _is_short(found)
         and _has_signs(found.calls)
-        and all(_read(found, answers, text) == calls for text, calls in written)
+        and all(
+            _read(found, answers.until_end(text[start:])) == calls
+            for text, calls in written
+            for start in answers.starts(text)
+        )
     )
 
 
@@ -387,8 +403,8 @@ def _has_signs(calls: CallFormat) -> bool:
     return all(_SIGN.search(text) is not None for text in (calls.quote, *of_tags) if text)
 
 
-def _read(found: AnswerFormat, answers: _Answers, text: str) -> list[tuple[str, Any]]:
-    """Calls in an answer; none where arguments are no JSON."""
+def _read(found: AnswerFormat, text: str) -> list[tuple[str, Any]]:
+    """Calls in a text; none where arguments are no JSON."""
     parser = OutputParser(
         OutputFormat(
             found.calls,
@@ -401,7 +417,7 @@ def _read(found: AnswerFormat, answers: _Answers, text: str) -> list[tuple[str, 
             primer=found.primer,
         )
     )
-    parts = [*parser.push(answers.until_end(text[len(answers.head) :])), *parser.flush()]
+    parts = [*parser.push(text), *parser.flush()]
     try:
         return [(name, json.loads(arguments)) for name, arguments in calls_of(parts)]
     except ValueError:

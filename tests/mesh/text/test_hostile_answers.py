@@ -244,6 +244,13 @@ def test_a_format_that_is_found_reads_what_the_template_writes(
     assert calls_of(read(reading, whole))[:1] == [("look", json.dumps(arguments))]
 
 
+def test_a_mark_of_calls_that_the_prompt_begins_is_no_format() -> None:
+    marks = ["", "", "", "", "", "", "", "<", "", "", "", "</s>", "", "", "", "", ""]
+    assert found_format(render_with(marks, 0), "", ("</s>",)).is_found
+    marks[16] = "<"
+    assert not found_format(render_with(marks, 0), "", ("</s>",)).is_found
+
+
 def reading_of(found: AnswerFormat, **fields: Any) -> OutputFormat:
     given = {"primer": found.primer, "splits_reasoning": True, **fields}
     return output_format(
