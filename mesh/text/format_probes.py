@@ -208,10 +208,10 @@ class _Answers:
         return end if len(end) <= _MOST_MARK_CHARS else ""
 
     def starts(self, text: str) -> set[int]:
-        """Where what a parser reads of an answer begins: behind the head, and behind the usual prompt.
+        """Places in an answer from which a parser has to read its calls: behind head and usual prompt.
 
-        The prompt may go on with a part of a mark, or otherwise than the answer. Where it begins reasoning, a
-        parser is told of that.
+        They differ where the prompt ends within a mark, or goes on otherwise than the answer. A prompt that
+        begins reasoning gives no place: the parser of its answer is told so.
         """
         prompt = self.prompts[0]
         if end_of_reasoning(prompt, self.reasoning) is not None:

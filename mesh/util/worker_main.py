@@ -14,7 +14,7 @@ prints by other means goes nowhere.
 With MEMORY_BYTES 0 the process holds a model and computes with it: then only time has a limit, and long jobs
 compute where processors are idle, as far as the system can do that. Linux then gives a processor to any other
 thread of the session at once; beside one that is merely nice it does not, and threads that compute a token
-meet hundreds of times. Many systems share processors among sessions first: the process has one of its own,
+meet hundreds of times. Many systems share processors among sessions of processes first: this one has its own,
 which gets a quarter where another one wants all. A job that gets next to nothing ends the process, and comes
 again with the priority of others: to raise a thread again takes a privilege.
 """
@@ -208,7 +208,7 @@ def _yield_processors() -> bool:
 
 
 def _lower_session() -> None:
-    """Give this process a session with a small share, where Linux shares processors among sessions.
+    """Give this process a session of its own with a small share, where Linux shares processors among them.
 
     Source: sched(7), "The autogroup feature".
     """
