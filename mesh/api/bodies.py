@@ -19,7 +19,7 @@ from mesh.text.text_service import NUM_BODY_WORKERS
 from mesh.util.fair_queue import FairQueue
 from mesh.util.tasks import first_of
 from mesh.util.worker_main import return_free_memory
-from mesh.util.worker_pool import WorkerEnded, WorkerPool
+from mesh.util.worker_pool import WorkerEnded, WorkerPool, ahead_s
 from spanmesh_proto.errors import InvalidRequest, Overloaded, RequestTooLarge
 
 if TYPE_CHECKING:
@@ -275,6 +275,7 @@ def shared_body_pool() -> WorkerPool:
         cpu_limit_s=_CPU_LIMIT_S,
         wall_limit_s=_WALL_LIMIT_S,
         memory_bytes=_MEMORY_BYTES,
+        is_long=True,
     )
 
 
@@ -323,7 +324,7 @@ async def read_body(
     return body
 
 
-async def _read(request: Request, most_bytes: int) -> bytes:
+async def _read(request: Request, most_bytes: int) -> bytearray:
     told = request.headers.get("content-length", "")
     told_bytes = int(told) if told.isdecimal() else None
     if told_bytes is not None and told_bytes > most_bytes:
@@ -332,21 +333,22 @@ async def _read(request: Request, most_bytes: int) -> bytes:
     await hold.take(most_bytes if told_bytes is None else told_bytes)
     loop = asyncio.get_running_loop()
     begun_s = loop.time()
-    parts: list[bytes] = []
-    num_bytes = 0
+    # Parts that are joined at the end would be copied all at once, which holds up the event loop.
+    data = bytearray()
     is_complete = False
     while not is_complete:
-        due_s = begun_s + _START_S + num_bytes / _LEAST_BYTES_PER_S
+        due_s = begun_s + _START_S + len(data) / _LEAST_BYTES_PER_S
         message = await _next_part(request, hold, due_s)
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        num_bytes += len(parts[-1])
-        if num_bytes > most_bytes:
+        data += message.get("body", b"")
+        if len(data) > most_bytes:
             raise _too_large(most_bytes)
         is_complete = not message.get("more_body", False)
-    hold.keep(num_bytes)
-    return b"".join(parts)
+        if wait_s := ahead_s(len(data), loop.time() - begun_s):
+            await asyncio.sleep(wait_s)
+    hold.keep(len(data))
+    return data
 
 
 async def _next_part(request: Request, hold: BodyHold, due_s: float) -> Message:
@@ -371,7 +373,7 @@ def _too_large(most_bytes: int) -> RequestTooLarge:
     return RequestTooLarge(f"the body is larger than {most_bytes} bytes, which is more than {holder}")
 
 
-async def _parsed_elsewhere(request: Request, data: bytes, kind: type[Body], most_values: int) -> Body:
+async def _parsed_elsewhere(request: Request, data: bytearray, kind: type[Body], most_values: int) -> Body:
     """`parse_body` in another process, since it would hold the interpreter's lock; ended with the client."""
     answer = b""
 
@@ -388,18 +390,18 @@ async def _parsed_elsewhere(request: Request, data: bytes, kind: type[Body], mos
         message, param = msgpack.unpackb(answer[1:], unicode_errors="surrogatepass")
         raise InvalidRequest(message, param=param)
     loop = asyncio.get_running_loop()
-    body: Any = await loop.run_in_executor(_decoding_thread(), _decoded, memoryview(answer)[1:])
+    body: Any = await loop.run_in_executor(_decoding_thread(), _decoded, memoryview(answer)[1:], data)
     if not isinstance(body, kind):
         raise TypeError(f"{kind.__name__} was parsed as {type(body).__name__}")
     return body
 
 
-def _decoded(data: memoryview) -> Any:
+def _decoded(answer: memoryview, data: bytearray) -> Any:
     # The collector would look for cycles again and again while objects are made, with the interpreter's lock
     # held and more of them each time. A body has none.
     gc.disable()
     try:
-        return decode(data)
+        return decode(answer, data)
     finally:
         gc.enable()
 

@@ -7,7 +7,8 @@ A result is a row of pieces. A piece is a long text, or a list of values in Mess
 the body. Models are maps with the key `MODEL`: their class, their extra fields, and the names of the fields
 that were set. Extensions stand for what MessagePack lacks: large numbers, and containers that are not lists,
 or long, or deep, whose values are in earlier pieces. So no reading is nested in another one, and a body,
-however deep, takes no more of the stack than others.
+however deep, takes no more of the stack than others. A long text that stands in the request as it is, like
+the base64 of a picture, is told by its place there: megabytes do not come back.
 """
 
 from __future__ import annotations
@@ -33,17 +34,22 @@ if TYPE_CHECKING:
 _PACKAGES: Final = ("mesh.api.", "mesh.options.")
 # Keys of JSON's objects are texts.
 MODEL: Final = b""
-_LIST, _TUPLE, _DICT, _ALLOWED_TOOLS, _PATH, _NUMBER, _TEXT = range(7)
+_LIST, _TUPLE, _DICT, _ALLOWED_TOOLS, _PATH, _NUMBER, _TEXT, _QUOTE = range(8)
 # A step of reading makes about so many values, and a text of so many bytes.
 _STEP_VALUES: Final = 2048
 _STEP_BYTES: Final = 2**20
 _LONG_CHARS: Final = 64 * 1024
+# A text is searched by its beginning, at so many places.
+_BEGIN_BYTES: Final = 64
+_MOST_PLACES: Final = 64
 # MessagePack's own limit is some hundreds.
 _MAX_LEVELS: Final = 100
 # Number of pieces; size of a piece, and whether it is a text; number of an earlier piece.
 _COUNT: Final = struct.Struct("<I")
 _PIECE: Final = struct.Struct("<Q?")
 _PLACE: Final = struct.Struct("<I")
+# First byte in the request, and number of bytes.
+_EXTENT: Final = struct.Struct("<QQ")
 _MOST: Final = 2**63
 PARSED: Final = b"p"
 REFUSED: Final = b"r"
@@ -72,11 +78,15 @@ class _Node:
 class _Pieces:
     """The pieces of a body, those of inner containers first.
 
+    Args:
+        source: The request that it was read from.
+
     Attributes:
         found: Bytes of each, and whether it is a text.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, source: bytes) -> None:
+        self._source = source
         self.found: list[tuple[bytes, bool]] = []
 
     def add(self, values: list[Any]) -> int:
@@ -112,8 +122,21 @@ class _Pieces:
     def _text(self, text: str) -> _Node:
         if len(text) <= _LONG_CHARS:
             return _Node(text)
-        self.found.append((text.encode("utf-8", "surrogatepass"), True))
+        data = text.encode("utf-8", "surrogatepass")
+        at = self._place_of(data)
+        if at >= 0:
+            return _Node(msgpack.ExtType(_QUOTE, _EXTENT.pack(at, len(data))))
+        self.found.append((data, True))
         return _Node(msgpack.ExtType(_TEXT, _PLACE.pack(len(self.found) - 1)))
+
+    def _place_of(self, data: bytes) -> int:
+        """Index of a place in the request with these bytes; -1 if there is none, or it is not found soon."""
+        at = -1
+        for _ in range(_MOST_PLACES):
+            at = self._source.find(data[:_BEGIN_BYTES], at + 1)
+            if at < 0 or self._source.startswith(data, at):
+                return at
+        return -1
 
     def _dict(self, given: dict[str, Any]) -> _Node:
         values = {key: self.node(value) for key, value in given.items()}
@@ -158,20 +181,28 @@ class _Pieces:
         return _Node(msgpack.ExtType(kind, b"".join(map(_PLACE.pack, places))))
 
 
-def encode(body: BaseModel) -> bytes:
+def encode(body: BaseModel, source: bytes = b"") -> bytes:
     """A body as bytes.
+
+    Args:
+        body: The body.
+        source: The request that it was read from.
 
     Raises:
         TypeError: If it has a value that JSON has not.
     """
-    pieces = _Pieces()
+    pieces = _Pieces(source)
     pieces.add([pieces.node(body).value])
     heads = (_PIECE.pack(len(data), is_text) for data, is_text in pieces.found)
     return b"".join([_COUNT.pack(len(pieces.found)), *heads, *(data for data, _ in pieces.found)])
 
 
-def decode(data: bytes | memoryview) -> Any:
+def decode(data: bytes | memoryview, source: bytes | bytearray = b"") -> Any:
     """The body that `encode` was given.
+
+    Args:
+        data: Its result.
+        source: The same as there.
 
     Raises:
         ValueError: If the bytes are of nothing known.
@@ -186,6 +217,9 @@ def decode(data: bytes | memoryview) -> Any:
     def extension(code: int, data: bytes) -> Any:
         if code == _NUMBER:
             return int(data, 16)
+        if code == _QUOTE:
+            begin, num_bytes = _EXTENT.unpack(data)
+            return _text(memoryview(source)[begin : begin + num_bytes])
         places = [place for (place,) in _PLACE.iter_unpack(data)]
         if code == _TEXT:
             return found[places[0]]
@@ -283,7 +317,7 @@ def handle(header: bytes, payload: bytes) -> bytes:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(_MAX_CALLS)
     try:
-        return PARSED + encode(body)
+        return PARSED + encode(body, payload)
     finally:
         sys.setrecursionlimit(limit)
 

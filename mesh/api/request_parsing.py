@@ -291,9 +291,9 @@ def max_values(context_length: int) -> int:
     return min(_LEAST_VALUES + _VALUES_PER_POSITION * context_length, _MOST_VALUES)
 
 
-def is_simple(data: bytes) -> bool:
+def is_simple(data: bytes | bytearray) -> bool:
     """Whether parsing and checking a JSON text takes no more than a few milliseconds, whatever is in it."""
-    return len(data) <= _SIMPLE_BYTES and _count(data) <= _SIMPLE_VALUES
+    return len(data) <= _SIMPLE_BYTES and _count(data, _SIMPLE_VALUES) <= _SIMPLE_VALUES
 
 
 def unknown_names(body: BaseModel) -> Iterator[str]:
@@ -305,25 +305,28 @@ def unknown_names(body: BaseModel) -> Iterator[str]:
                 yield from (f"{field}.{name}" for name in part.model_extra or ())
 
 
-def has_at_most(data: bytes, most: int) -> bool:
+def has_at_most(data: bytes | bytearray, most: int) -> bool:
     """Whether a JSON text has no more than about this many values and containers.
 
     Args:
         data: The text, not necessarily valid.
         most: An array of this many numbers still passes.
     """
-    if _count(data) <= most:
+    if _count(data, most) <= most:
         return True
     # Commas and brackets in strings do not count. Escapes are removed first, so that every remaining quote
     # begins or ends a string.
     bare = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     if bare.count(b'"') > 4 * most:
         return False
-    return _count(b"".join(bare.split(b'"')[::2])) <= most
+    return _count(b"".join(bare.split(b'"')[::2]), most) <= most
 
 
-def _count(data: bytes) -> int:
-    return data.count(b",") + data.count(b"[") + data.count(b"{")
+def _count(data: bytes | bytearray, most: int) -> int:
+    """Commas and opening brackets; of more than `most` of one kind one more is counted."""
+    # Where they are rare, as in pictures, this takes a tenth of the time of `bytes.count`, which looks at
+    # each byte by itself.
+    return sum(len(data) - len(data.replace(mark, b"", most + 1)) for mark in (b",", b"[", b"{"))
 
 
 def neutral_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
@@ -400,7 +403,7 @@ def _types(annotation: Any) -> set[Any]:
     return {annotation}
 
 
-def parse_body(data: bytes, kind: type[Body], most_values: int) -> Body:
+def parse_body(data: bytes | bytearray, kind: type[Body], most_values: int) -> Body:
     """Parse and check a JSON body.
 
     Args:
@@ -422,7 +425,7 @@ def parse_body(data: bytes, kind: type[Body], most_values: int) -> Body:
     return body
 
 
-def _parse(data: bytes) -> dict[str, Any]:
+def _parse(data: bytes | bytearray) -> dict[str, Any]:
     try:
         fields = json.loads(data)
     except json.JSONDecodeError as error:

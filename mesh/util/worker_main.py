@@ -1,6 +1,6 @@
 """Process that does jobs for a `WorkerPool`: limits, frames, priority, the end of the process.
 
-    python -I -m mesh.util.worker_main MODULE MEMORY_BYTES
+    python -I -m mesh.util.worker_main MODULE MEMORY_BYTES IS_LONG
 
 The module's `handle` does the jobs. A job comes as a frame on the standard input: its sizes and its limits
 (`JOB`), its header, its payload. To the standard output go a mark that the process is up (`READY`); then for
@@ -15,8 +15,9 @@ With MEMORY_BYTES 0 the process holds a model and computes with it: then only ti
 compute where processors are idle, as far as the system can do that. Linux then gives a processor to any other
 thread of the session at once; beside one that is merely nice it does not, and threads that compute a token
 meet hundreds of times. Many systems share processors among sessions of processes first: this one has its own,
-which gets a quarter where another one wants all. A job that gets next to nothing ends the process, and comes
-again with the priority of others: to raise a thread again takes a privilege.
+which gets a quarter where another one wants all, and so has one whose jobs are all long. A job that gets next
+to nothing ends the process, and comes again with the priority of others: to raise a thread again takes a
+privilege.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ _IDLE_S: Final = 1.0
 _JOB_NICENESS: Final = 15
 _START_NICENESS: Final = 10
 _MOST_NICENESS: Final = 19
-# Share of the session of a process that holds a model: a quarter beside one with the usual niceness.
+# Share of the session of a process that holds a model, or that does long jobs only: a quarter beside one with
+# the usual niceness.
 _SESSION_NICENESS: Final = 5
 # Linux lets users change the niceness of a session ten times a second, all together.
 _SESSION_TRIES: Final = 20
@@ -88,15 +90,18 @@ def return_free_memory() -> None:
         trim(0)
 
 
-def serve(load: Callable[[], Handle], memory_bytes: int) -> None:
+def serve(load: Callable[[], Handle], memory_bytes: int, *, is_long: bool = False) -> None:
     """Do jobs until the standard input ends, which it also does when the parent was killed.
 
     Args:
         load: Imports what does the jobs: a function that answers one, given its header and its payload. It
             encodes its own errors: one that it raises ends the process, and the job with it.
         memory_bytes: Limit of the address space; 0 for a process that holds a model.
+        is_long: Whether all jobs are long.
     """
     _bound(memory_bytes)
+    if is_long:
+        _lower_session()
     threading.stack_size(_STACK_BYTES)
     background = ThreadPoolExecutor(1)
     jobs, answers = sys.stdin.buffer, _take_output()
@@ -268,4 +273,4 @@ def _take_output() -> IO[bytes]:
 
 
 if __name__ == "__main__":
-    serve(lambda: import_module(sys.argv[1]).handle, int(sys.argv[2]))
+    serve(lambda: import_module(sys.argv[1]).handle, int(sys.argv[2]), is_long=sys.argv[3] == "1")

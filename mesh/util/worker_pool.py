@@ -48,6 +48,10 @@ _MAX_ANSWER_BYTES: Final = 2**30
 _RETRY_AFTER_S: Final = 2
 # As much as Linux permits without privileges.
 _PIPE_BYTES: Final = 2**20
+# What is larger moves at this rate from there on: at full speed its copies would slow what computes beside.
+_UNPACED_BYTES: Final = 4 * 2**20
+_MOST_BYTES_PER_S: Final = 64 * 2**20
+_STEP_BYTES: Final = 2**18
 
 log = structlog.get_logger()
 
@@ -75,7 +79,7 @@ class _Job:
 
     header: bytes
     """First part."""
-    payload: bytes | memoryview
+    payload: bytes | bytearray | memoryview
     """Second part, which may be large."""
     client: str | None
     """Client for whom it runs."""
@@ -113,6 +117,7 @@ class WorkerPool:
             idle, or like others if they get next to nothing there; a job whose client left is done to its
             end, one during which its worker was killed is tried once more only, and a client does not pause
             behind a long job.
+        is_long: Whether all jobs are long: then its processes get a smaller share of processors.
         environment: Its whole environment.
         max_waiting: Jobs that may wait, of all clients; see `FairQueue`.
     """
@@ -125,12 +130,13 @@ class WorkerPool:
         cpu_limit_s: float,
         wall_limit_s: float,
         memory_bytes: int,
+        is_long: bool = False,
         environment: Mapping[str, str] = MappingProxyType(ALLOCATOR),
         max_waiting: int = MAX_WAITING,
     ) -> None:
         self._command: Sequence[str] = (
             *(sys.executable, "-I", "-m", "mesh.util.worker_main"),
-            *(module, str(memory_bytes)),
+            *(module, str(memory_bytes), str(int(is_long))),
         )
         self._module = module
         self._num_workers = num_workers
@@ -156,7 +162,7 @@ class WorkerPool:
     async def run(
         self,
         header: bytes,
-        payload: bytes | memoryview = b"",
+        payload: bytes | bytearray | memoryview = b"",
         *,
         client: str | None = None,
         cpu_limit_s: float | None = None,
@@ -187,7 +193,7 @@ class WorkerPool:
     def run_blocking(
         self,
         header: bytes,
-        payload: bytes | memoryview = b"",
+        payload: bytes | bytearray | memoryview = b"",
         *,
         client: str | None = None,
         cpu_limit_s: float | None = None,
@@ -215,7 +221,11 @@ class WorkerPool:
         atexit.unregister(self.close)
 
     def _submit(
-        self, header: bytes, payload: bytes | memoryview, client: str | None, cpu_limit_s: float | None
+        self,
+        header: bytes,
+        payload: bytes | bytearray | memoryview,
+        client: str | None,
+        cpu_limit_s: float | None,
     ) -> _Job:
         job = _Job(header, payload, client, self._cpu_limit_s if cpu_limit_s is None else cpu_limit_s)
         with self._changed:
@@ -509,10 +519,22 @@ class _Worker:
         assert self._process.stdin is not None  # noqa: S101 - a pipe
         sizes = JOB.pack(len(job.header), len(job.payload), job.cpu_limit_s, self._wall_limit_s, job.is_eager)
         for part in (sizes + job.header, job.payload):
+            begun_s = time.monotonic()
             rest = memoryview(part)
             while rest:
                 # Not through the file, which would write the rest of a job once more when it is closed.
-                rest = rest[os.write(self._process.stdin.fileno(), rest) :]
+                rest = rest[os.write(self._process.stdin.fileno(), rest[:_STEP_BYTES]) :]
+                time.sleep(ahead_s(len(part) - len(rest), time.monotonic() - begun_s))
+
+
+def ahead_s(num_bytes: int, took_s: float) -> float:
+    """Seconds to wait before more of something large is moved, since others compute meanwhile.
+
+    Args:
+        num_bytes: Bytes that were moved.
+        took_s: Seconds that it took.
+    """
+    return max(0.0, (num_bytes - _UNPACED_BYTES) / _MOST_BYTES_PER_S - took_s)
 
 
 def unpacked_answer(answer: bytes) -> tuple[dict[str, Any], memoryview]:

@@ -77,4 +77,5 @@ def shared_picture_pool() -> WorkerPool:
         cpu_limit_s=_CPU_LIMIT_S,
         wall_limit_s=_WALL_LIMIT_S,
         memory_bytes=_MEMORY_BYTES,
+        is_long=True,
     )

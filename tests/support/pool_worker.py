@@ -23,6 +23,8 @@ def handle(header: bytes, payload: bytes) -> bytes:
                 pass
         case ["fill"]:
             return b"x" * 2**40
+        case ["zeros", num_bytes]:
+            return bytes(int(num_bytes))
         case ["end", name]:
             os.kill(os.getpid(), signal.Signals[name])
         case ["fail"]:
@@ -57,4 +59,4 @@ if __name__ == "__main__":
     # A session that gets next to nothing.
     if niceness := os.environ.get("SESSION_NICENESS"):
         worker_main._SESSION_NICENESS = int(niceness)  # type: ignore[misc]
-    serve(load, int(sys.argv[1]))
+    serve(load, int(sys.argv[1]), is_long=sys.argv[2] == "1")

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from mesh.util import worker_main
-from mesh.util.worker_pool import WorkerEnded, WorkerPool
+from mesh.util.worker_pool import WorkerEnded, WorkerPool, ahead_s
 from spanmesh_proto.errors import Overloaded
 from stages.process_limits import num_usable
 from tests.qualification.busy_processors import busy_programs
@@ -33,6 +33,7 @@ def make_pool(
     *,
     wall_limit_s: float = 60,
     memory_mib: int = 1024,
+    is_long: bool = False,
     environment: Mapping[str, str] = MappingProxyType({"KNOWN": "yes"}),
 ) -> WorkerPool:
     memory_bytes = memory_mib * 2**20
@@ -42,10 +43,12 @@ def make_pool(
         cpu_limit_s=10,
         wall_limit_s=wall_limit_s,
         memory_bytes=memory_bytes,
+        is_long=is_long,
         environment=environment,
         max_waiting=max_waiting,
     )
-    found._command = (sys.executable, "-I", WORKER, str(memory_bytes))
+    module = found._command.index("tests")
+    found._command = (sys.executable, "-I", WORKER, *found._command[module + 1 :])
     return found
 
 
@@ -134,17 +137,33 @@ def test_long_jobs_have_a_lower_priority(lone: WorkerPool) -> None:
 def test_what_holds_a_model_yields_and_has_no_limits_but_of_time(holder: WorkerPool) -> None:
     first, large, last = (int(holder.run_blocking(b"policy 0", bytes(size))) for size in (0, 2**20, 0))
     assert [first, large, last] == [os.SCHED_OTHER, os.SCHED_IDLE, os.SCHED_OTHER]
-    assert holder.run_blocking(b"echo", bytes(2**20 * 300)) == bytes(2**20 * 300)
+    assert holder.run_blocking(b"zeros 314572800") == bytes(2**20 * 300)
     with pytest.raises(WorkerEnded, match=r"took more than 0\.1 s of computing"):
         holder.run_blocking(b"spin", cpu_limit_s=0.1)
 
 
 @pytest.mark.skipif(not AUTOGROUP.exists(), reason="processors are not shared among sessions")
-def test_what_holds_a_model_has_a_session_with_a_smaller_share(holder: WorkerPool, lone: WorkerPool) -> None:
-    pids = [json.loads(pool.run_blocking(b"look"))["pid"] for pool in (holder, lone)]
-    assert [os.getsid(pid) for pid in pids] == [pids[0], os.getsid(0)]
-    assert Path(f"/proc/{pids[0]}/autogroup").read_text(encoding="ascii").split()[1:] == ["nice", "5"]
-    assert AUTOGROUP.read_text(encoding="ascii") == Path(f"/proc/{pids[1]}/autogroup").read_text("ascii")
+@pytest.mark.parametrize(("memory_mib", "is_long"), [(0, False), (1024, True), (1024, False)])
+def test_what_holds_a_model_or_does_long_jobs_has_a_session_with_a_smaller_share(
+    memory_mib: int, *, is_long: bool
+) -> None:
+    pool = make_pool(num_workers=1, memory_mib=memory_mib, is_long=is_long)
+    try:
+        pid = json.loads(pool.run_blocking(b"look"))["pid"]
+        has_own, autogroup = os.getsid(pid) == pid, Path(f"/proc/{pid}/autogroup").read_text("ascii")
+    finally:
+        pool.close()
+    if memory_mib and not is_long:
+        assert (has_own, autogroup) == (False, AUTOGROUP.read_text("ascii"))
+    else:
+        assert (has_own, autogroup.split()[1:]) == (True, ["nice", "5"])
+
+
+def test_large_jobs_leave_processors_to_others_while_they_are_moved(lone: WorkerPool) -> None:
+    begun_s = time.monotonic()
+    assert lone.run_blocking(b"echo", bytes(12 * 2**20)) == bytes(12 * 2**20)
+    assert time.monotonic() - begun_s >= ahead_s(11 * 2**20, 0) > 0.1
+    assert ahead_s(4 * 2**20, 0) == ahead_s(12 * 2**20, 1) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no thread computes on idle processors only")
@@ -375,7 +394,7 @@ def test_workers_end_when_their_parent_is_killed() -> None:
     program = (
         "import json, os, signal, sys; from mesh.util.worker_pool import WorkerPool;"
         "pool = WorkerPool('tests', num_workers=1, cpu_limit_s=9, wall_limit_s=9, memory_bytes=2**30);"
-        f"pool._command = (sys.executable, '-I', {WORKER!r}, str(2**30));"
+        f"pool._command = (sys.executable, '-I', {WORKER!r}, str(2**30), '0');"
         "print(json.loads(pool.run_blocking(b'look'))['pid'], flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -126,7 +126,7 @@ def elsewhere(data: bytes, kind: type[BaseModel]) -> Any:
     if answer.startswith(body_worker.REFUSED):
         message, param = msgpack.unpackb(answer[1:], unicode_errors="surrogatepass")
         raise InvalidRequest(message, param=param)
-    return decode(answer[1:])
+    return decode(answer[1:], data)
 
 
 def outcome(parse: Any, data: bytes, kind: type[BaseModel]) -> tuple[Any, ...]:
@@ -202,6 +202,27 @@ def test_what_is_no_body_is_refused_alike(data: bytes) -> None:
 def test_large_values_are_alike(value: Any) -> None:
     fields = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": value}}
     assert_alike(json.dumps(fields).encode(), ChatBody)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_told_by_place"),
+    [
+        ("QUJD" * 300_000, True),
+        ("語" * 100_000, True),
+        # The same beginning many times, and once with the right end.
+        ("".join(f"{'b' * 64}{number}" for number in range(20_000)), True),
+        ('quoted "text" ' * 100_000, False),
+    ],
+    ids=["base64", "not ASCII", "repeated", "escaped"],
+)
+def test_a_long_text_that_stands_in_the_request_does_not_come_back(
+    text: str, *, is_told_by_place: bool
+) -> None:
+    fields = {"messages": [{"role": "user", "content": text}], "chat_template_kwargs": {"x": text[:100_000]}}
+    data = json.dumps(fields, ensure_ascii=False).encode()
+    assert_alike(data, ChatBody)
+    answer = body_worker.handle(body_worker.job_header(ChatBody, MOST_VALUES), data)
+    assert (len(answer) < 2000) is is_told_by_place
 
 
 @pytest.mark.parametrize("levels", [90, 101, 300, 700])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from mesh.api import bodies
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
 from mesh.api.bodies import BodyBudget
 from mesh.text.tokenizer import Tokenizer
+from mesh.util import worker_pool
 from mesh.util.worker_pool import WorkerPool
 from tests.support import api_harness
 from tests.support.api_harness import KEY, Api, ScriptedEngine, running_api
@@ -62,6 +64,20 @@ async def test_a_large_body_is_answered_like_a_small_one(api: Api, budget: BodyB
     assert [answer.status_code for answer in answers] == [200, 200]
     assert [log["field"] for log in logs if log["event"] == "unknown_field_ignored"] == ["more"]
     assert budget.num_bytes == 0
+
+
+async def test_a_large_body_is_read_and_handed_over_at_a_rate(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "_UNPACED_BYTES", 0)
+    monkeypatch.setattr(worker_pool, "_MOST_BYTES_PER_S", 2**21)
+    # The first one waits for its process.
+    for more in (LARGE["more"], "a" * 2**19):
+        begun_s = time.monotonic()
+        answer = await api.http.post(CHAT, json={**ASKED, "more": more}, headers=ALICE)
+        assert answer.status_code == 200
+    # Each of both takes a quarter of a second.
+    assert time.monotonic() - begun_s > 0.45
 
 
 async def test_an_error_of_a_large_body_names_its_field(api: Api) -> None:
