@@ -24,6 +24,9 @@ _FEWEST_GAPS: Final = 100
 class Streams:
     """Answers one after the other in so many places, from `running` on.
 
+    Times between tokens while a prompt of their own is read are left out: streams that begin together also
+    end together, and then wait for each other, with something beside them or without.
+
     Args:
         number: Answers at once.
     """
@@ -44,8 +47,13 @@ class Streams:
         load = client.start(Schedule(url, chats, self._number))
         yield
         answers = load.end(timeout_s=_END_S).complete("the mesh").answers
+        reading = [(one.record.sent_s, one.record.parts_s[0]) for one in answers]
         for one in answers:
-            self._gaps += [(start, 1e3 * (stop - start)) for start, stop in pairwise(one.record.parts_s)]
+            self._gaps += [
+                (start, 1e3 * (stop - start))
+                for start, stop in pairwise(one.record.parts_s)
+                if not any(sent_s < stop and start < first_s for sent_s, first_s in reading)
+            ]
 
     def between(self, start_s: float, stop_s: float) -> tuple[float, ...]:
         """Milliseconds between tokens, where the first came in that time of `time.perf_counter`."""
