@@ -39,9 +39,9 @@ _LIST, _TUPLE, _DICT, _ALLOWED_TOOLS, _PATH, _NUMBER, _TEXT, _QUOTE = range(8)
 _STEP_VALUES: Final = 2048
 _STEP_BYTES: Final = 2**20
 _LONG_CHARS: Final = 64 * 1024
-# A text is searched by its beginning, at so many places.
+# Texts are looked for by their beginnings, until so many looks were in vain: each may read the whole request.
 _BEGIN_BYTES: Final = 64
-_MOST_PLACES: Final = 64
+_MOST_MISSES: Final = 16
 # MessagePack's own limit is some hundreds.
 _MAX_LEVELS: Final = 100
 # Number of pieces; size of a piece, and whether it is a text; number of an earlier piece.
@@ -87,6 +87,9 @@ class _Pieces:
 
     def __init__(self, source: bytes) -> None:
         self._source = source
+        # End of the text that was found last: most follow each other as in the request.
+        self._sought = 0
+        self._num_misses = 0
         self.found: list[tuple[bytes, bool]] = []
 
     def add(self, values: list[Any]) -> int:
@@ -131,11 +134,17 @@ class _Pieces:
 
     def _place_of(self, data: bytes) -> int:
         """Index of a place in the request with these bytes; -1 if there is none, or it is not found soon."""
-        at = -1
-        for _ in range(_MOST_PLACES):
+        at = self._sought - 1
+        is_from_begin = not self._sought
+        while self._num_misses < _MOST_MISSES:
             at = self._source.find(data[:_BEGIN_BYTES], at + 1)
-            if at < 0 or self._source.startswith(data, at):
+            if at >= 0 and self._source.startswith(data, at):
+                self._sought = at + len(data)
                 return at
+            self._num_misses += 1
+            if at < 0 and is_from_begin:
+                return -1
+            is_from_begin |= at < 0
         return -1
 
     def _dict(self, given: dict[str, Any]) -> _Node:

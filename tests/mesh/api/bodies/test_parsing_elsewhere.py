@@ -1,5 +1,6 @@
 """Bodies that another process parses: the same body, or the same error, as without it."""
 
+import itertools
 import json
 import math
 import sys
@@ -223,6 +224,33 @@ def test_a_long_text_that_stands_in_the_request_does_not_come_back(
     assert_alike(data, ChatBody)
     answer = body_worker.handle(body_worker.job_header(ChatBody, MOST_VALUES), data)
     assert (len(answer) < 2000) is is_told_by_place
+
+
+def test_long_texts_are_found_in_any_order() -> None:
+    fields = {"input": "QUJD" * 30_000, "instructions": "REVG" * 30_000, "model": "R0hJ" * 30_000}
+    for names in itertools.permutations(fields):
+        data = json.dumps({name: fields[name] for name in names}).encode()
+        assert_alike(data, ResponsesBody)
+        assert len(body_worker.handle(body_worker.job_header(ResponsesBody, MOST_VALUES), data)) < 3000
+
+
+class CountedBytes(bytes):
+    """Counts how often something is looked for."""
+
+    num_finds = 0
+
+    def find(self, *args: Any) -> int:
+        self.num_finds += 1
+        return super().find(*args)
+
+
+def test_long_texts_that_do_not_stand_in_the_request_are_not_looked_for_without_end() -> None:
+    texts = [f'{number} "quoted" ' + "a" * 70_000 for number in range(100)]
+    messages = [{"role": "user", "content": text} for text in texts]
+    data = CountedBytes(json.dumps({"messages": messages}).encode())
+    body = parse_body(data, ChatBody, MOST_VALUES)
+    assert decode(encode(body, data), data) == body
+    assert 0 < data.num_finds < 20
 
 
 @pytest.mark.parametrize("levels", [90, 101, 300, 700])
