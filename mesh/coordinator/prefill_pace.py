@@ -105,15 +105,19 @@ class PrefillPace:
             return max(1, round(fill * self._share))
         return fill
 
-    def learn_chunk(self, stages: Sequence[StageMeasure], elapsed_ms: float) -> None:
+    def learn_chunk(
+        self, stages: Sequence[StageMeasure], elapsed_ms: float, *, is_typical: bool = True
+    ) -> None:
         """Record the times of a chunk.
 
         Args:
             stages: Time of each stage for it.
             elapsed_ms: Time from sending it to its verdict.
+            is_typical: Whether its rows cost what those of other chunks do. Otherwise it only counts as one
+                that windows of others were beside.
         """
         self._num_since_chunk = 0
-        if stages:
+        if stages and is_typical:
             self._learn_network(stages, elapsed_ms)
             slowest_ms = max(stage.compute_ms / stage.num_rows for stage in stages)
             self._row_ms = moved(self._row_ms, slowest_ms, _WEIGHT)

@@ -384,15 +384,16 @@ class Session:
             self._prompt_logprobs += from_wire(verdict.logprobs)
             self._prefill()
             self._pump()
-            if in_flight.window.scored_next is None and not in_flight.window.brings_rows:
-                self._active_ring.prefill_pace.learn_chunk(times.measures, arrived_ms - in_flight.sent_ms)
         else:
             if in_flight.window.is_prompt:
                 self._count_decoding(is_decoding=True)
             self._take(step, in_flight, verdict, times, arrived_ms)
             if self._is_suspect:
                 self._note_replayed()
-        if in_flight.window.is_prompt:
+        if (window := in_flight.window).is_prompt:
+            is_typical = window.scored_next is None and not window.brings_rows
+            elapsed_ms = arrived_ms - in_flight.sent_ms
+            self._active_ring.prefill_pace.learn_chunk(times.measures, elapsed_ms, is_typical=is_typical)
             self._report_prefill()
 
     def on_failure(self, epoch: int, error: MeshError) -> bool:
@@ -570,8 +571,6 @@ class Session:
         window = in_flight.window
         stages, elapsed_ms = times.measures, arrived_ms - in_flight.sent_ms
         if window.is_prompt:
-            if not window.brings_rows:
-                self._active_ring.prefill_pace.learn_chunk(stages, elapsed_ms)
             telemetry.add_prefilled(arrived_ms)
         else:
             pace = self._active_ring.prefill_pace

@@ -157,3 +157,19 @@ def test_the_time_without_chunks_is_that_of_as_many_sessions() -> None:
     decoding(pace, 80.0, 100)
     beside_chunks(pace, 210.0, 100)
     assert pace.num_in_flight(12) == 1
+
+
+def test_chunks_of_other_cost_tell_what_others_were_beside_and_nothing_of_rows() -> None:
+    """As those of a picture, or whose every row is scored."""
+    pace, other = PrefillPace(2, max_rows=128), PrefillPace(2, max_rows=128)
+    for each in (pace, other):
+        each.num_decoding = 1
+        decoding(each, 20.0, 40)
+        beside_chunks(each, 45.0, 10)
+    for _ in range(100):
+        pace.learn_chunk([StageMeasure(16, 0.0, 160.0)] * 2, elapsed_ms=330.0, is_typical=False)
+        decoding(pace, 45.0, 8)
+    assert pace.rows(2048) == other.rows(2048) == 12
+    for each in (pace, other):
+        beside_chunks(each, 60.0, 6)
+    assert pace.num_in_flight(12) == other.num_in_flight(12) == 2
